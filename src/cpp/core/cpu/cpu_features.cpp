@@ -1,0 +1,30 @@
+#include "cpu/cpu_features.h"
+
+namespace loraaccel {
+namespace {
+
+CpuFeatures detect() {
+  CpuFeatures f;
+#if defined(__x86_64__) || defined(_M_X64)
+  __builtin_cpu_init();
+  f.sse42 = __builtin_cpu_supports("sse4.2") != 0;
+  f.avx2 = __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
+           __builtin_cpu_supports("f16c") != 0;
+  f.avx512 = f.avx2 && __builtin_cpu_supports("avx512f") != 0 &&
+             __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
+             __builtin_cpu_supports("avx512vl") != 0;
+  f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16") != 0;
+#elif defined(__aarch64__)
+  f.neon = true;  // part of the architecture
+#endif
+  return f;
+}
+
+}  // namespace
+
+const CpuFeatures& cpu_features_detected() {
+  static const CpuFeatures features = detect();
+  return features;
+}
+
+}  // namespace loraaccel

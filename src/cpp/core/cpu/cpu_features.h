@@ -1,0 +1,17 @@
+// Which vector instructions the kernels may use on this CPU.
+#pragma once
+
+namespace loraaccel {
+
+struct CpuFeatures {
+  bool sse42 = false;
+  bool avx2 = false;         // AVX2, FMA and F16C together
+  bool avx512 = false;       // AVX-512 F, BW, DQ and VL
+  bool avx512_bf16 = false;  // the above and AVX512_BF16
+  bool neon = false;
+};
+
+// Asked once, then constant.
+const CpuFeatures& cpu_features_detected();
+
+}  // namespace loraaccel

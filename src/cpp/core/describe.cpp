@@ -1,0 +1,45 @@
+#include <nlohmann/json.hpp>
+
+#include "cpu/cpu_features.h"
+#include "lora/lora_linear_kernels.h"
+#include "loraaccel/exec_context.h"
+#include "loraaccel/kernels.h"
+#include "loraaccel/version.h"
+
+namespace loraaccel {
+
+std::vector<std::string> cpu_features() {
+  const CpuFeatures& f = cpu_features_detected();
+  std::vector<std::string> names;
+  if (f.sse42) names.emplace_back("sse4.2");
+  if (f.avx2) names.insert(names.end(), {"avx2", "fma", "f16c"});
+  if (f.avx512) names.emplace_back("avx512");
+  if (f.avx512_bf16) names.emplace_back("avx512_bf16");
+  if (f.neon) names.emplace_back("neon");
+  return names;
+}
+
+std::vector<KernelInfo> list_kernels(bool host_lends_gemm) {
+  std::vector<KernelInfo> list;
+  for (const LoraLinearKernel& kernel : lora_linear_kernels()) {
+    const char* why_not = kernel.unavailable(host_lends_gemm);
+    list.push_back(
+        {"lora_linear", kernel.name, why_not == nullptr, why_not == nullptr ? "" : why_not});
+  }
+  return list;
+}
+
+std::string describe_json() {
+  nlohmann::json kernels = nlohmann::json::array();
+  for (const KernelInfo& k : list_kernels()) {
+    kernels.push_back(
+        {{"op", k.op}, {"name", k.name}, {"available", k.available}, {"reason", k.reason}});
+  }
+  nlohmann::json report = {
+      {"version", LORAACCEL_VERSION}, {"compiler", __VERSION__}, {"cpu_features", cpu_features()},
+      {"num_threads", num_threads()}, {"kernels", kernels},
+  };
+  return report.dump();
+}
+
+}  // namespace loraaccel

@@ -1,0 +1,442 @@
+// The SIMD bodies of lora_linear, compiled once per instruction set: a unit defines a vector trait V in a namespace of
+// its own and then includes this file inside that namespace. Nothing here may be inline code shared between units:
+// the linker would keep one copy, compiled for whichever CPU.
+//
+// V: kLanes, kRows (rows of the register tile); F; zero, set1, add, mul, fma(a, b, c) = a b + c, sum (of the lanes);
+//    load / load_n (n < kLanes lanes, the rest zero) / store / store_n for float, BFloat16 and Float16.
+
+constexpr int kWidth = 2 * V::kLanes;
+// Sums longer than this are split: error grows with the square root of the block length instead of the whole length.
+constexpr int64_t kSumBlock = 256;
+
+template <class T>
+inline void load_two(const T* p, int n, V::F* v) {
+  if (n == kWidth) {
+    v[0] = V::load(p);
+    v[1] = V::load(p + V::kLanes);
+  } else {
+    v[0] = n >= V::kLanes ? V::load(p) : V::load_n(p, n);
+    v[1] = n > V::kLanes ? V::load_n(p + V::kLanes, n - V::kLanes) : V::zero();
+  }
+}
+
+template <class T>
+inline void store_two(T* p, int n, const V::F* v) {
+  if (n == kWidth) {
+    V::store(p, v[0]);
+    V::store(p + V::kLanes, v[1]);
+    return;
+  }
+  if (n >= V::kLanes) {
+    V::store(p, v[0]);
+    if (n > V::kLanes) V::store_n(p + V::kLanes, v[1], n - V::kLanes);
+  } else {
+    V::store_n(p, v[0], n);
+  }
+}
+
+// acc[i] += sum over k of left[i][k] right[k], `depth` steps. Three rows share a base pointer: base, base + stride and
+// base + 2 stride are one addressing mode each, so that 14 rows need 5 registers.
+template <int MR, class TR>
+inline void multiply_add(V::F (&acc)[MR][2], const float* left, int64_t stride, const TR* right,
+                         int64_t right_stride, int n, int64_t depth) {
+  constexpr int kBases = (MR + 2) / 3;
+  const float* base[kBases];
+#pragma GCC unroll 8
+  for (int b = 0; b < kBases; ++b) base[b] = left + 3 * b * stride;
+  for (int64_t k = 0; k < depth; ++k) {
+    V::F r[2];
+    load_two(right, n, r);
+    right += right_stride;
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      const V::F a = V::set1(base[i / 3][(i % 3) * stride]);
+      acc[i][0] = V::fma(a, r[0], acc[i][0]);
+      acc[i][1] = V::fma(a, r[1], acc[i][1]);
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < kBases; ++b) ++base[b];
+  }
+}
+
+// The sum over `depth` in blocks: all but the last block go through `total`, the last one stays in acc.
+template <int MR, class TR>
+inline void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total,
+                                 const float* left, int64_t stride, const TR* right,
+                                 int64_t right_stride, int n, int64_t depth) {
+  while (depth > kSumBlock) {
+    multiply_add<MR>(acc, left, stride, right, right_stride, n, kSumBlock);
+    for (int i = 0; i < MR; ++i) {
+      for (int h = 0; h < 2; ++h) {
+        float* t = total[i] + h * V::kLanes;
+        V::store(t, *has_total ? V::add(V::load(t), acc[i][h]) : acc[i][h]);
+        acc[i][h] = V::zero();
+      }
+    }
+    *has_total = true;
+    left += kSumBlock;
+    right += kSumBlock * right_stride;
+    depth -= kSumBlock;
+  }
+  multiply_add<MR>(acc, left, stride, right, right_stride, n, depth);
+}
+
+template <int MR, class TC>
+void product_tile(const PanelProduct& p, int64_t row) {
+  V::F acc[MR][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
+  alignas(64) float total[MR][kWidth];
+  bool has_total = false;
+  if (p.depth > 0) {
+    multiply_add_blocked<MR>(acc, total, &has_total, p.left + row * p.left_stride, p.left_stride,
+                             p.panel, kWidth, kWidth, p.depth);
+  }
+  if (p.depth2 > 0) {
+    multiply_add<MR>(acc, p.left2 + row * p.left2_stride, p.left2_stride, p.panel2, kWidth, kWidth,
+                     p.depth2);
+  }
+  V::F bias[2] = {V::zero(), V::zero()};
+  if (p.bias != nullptr) load_two(p.bias, kWidth, bias);
+  TC* c = static_cast<TC*>(p.c) + row * p.c_stride;
+  for (int i = 0; i < MR; ++i, c += p.c_stride) {
+    V::F v[2] = {acc[i][0], acc[i][1]};
+    if (has_total) {
+      v[0] = V::add(V::load(total[i]), v[0]);
+      v[1] = V::add(V::load(total[i] + V::kLanes), v[1]);
+    }
+    if (p.bias != nullptr) {
+      v[0] = V::add(v[0], bias[0]);
+      v[1] = V::add(v[1], bias[1]);
+    }
+    if (p.add) {
+      V::F old[2];
+      load_two(c, p.n, old);
+      v[0] = V::add(old[0], v[0]);
+      v[1] = V::add(old[1], v[1]);
+    }
+    store_two(c, p.n, v);
+  }
+}
+
+// Calls f<rows>(...) for a number of rows known at run time, 1..MR.
+template <int MR, class TC>
+void product_rows(const PanelProduct& p, int64_t row, int64_t rows) {
+  if (rows == MR) {
+    product_tile<MR, TC>(p, row);
+  } else if constexpr (MR > 1) {
+    product_rows<MR - 1, TC>(p, row, rows);
+  }
+}
+
+template <class TC>
+void product_of(const PanelProduct& p) {
+  int64_t row = 0;
+  for (; row + V::kRows <= p.m; row += V::kRows) product_tile<V::kRows, TC>(p, row);
+  if (row < p.m) product_rows<V::kRows - 1, TC>(p, row, p.m - row);
+}
+
+void product(const PanelProduct& p) {
+  switch (p.c_dtype) {
+    case DType::kBFloat16:
+      return product_of<BFloat16>(p);
+    case DType::kFloat16:
+      return product_of<Float16>(p);
+    default:
+      return product_of<float>(p);
+  }
+}
+
+void pack_rows(const float* r, int64_t stride, int count, int64_t depth, float* panel) {
+  for (int64_t k = 0; k < depth; ++k, r += stride, panel += kWidth) {
+    V::F v[2];
+    load_two(r, count, v);
+    store_two(panel, kWidth, v);
+  }
+}
+
+// Plain loops over a block small enough for the first cache: 16 k of each row at a time.
+void pack_transposed(const float* w, int64_t stride, int count, int64_t depth, float scale,
+                     float* panel) {
+  constexpr int kStep = 16;
+  for (int64_t k0 = 0; k0 < depth; k0 += kStep) {
+    const int steps = (int)(depth - k0 < kStep ? depth - k0 : kStep);
+    float* out = panel + k0 * kWidth;
+    if (steps == kStep && count == kWidth) {
+      V::transpose_block(w + k0, stride, scale, out);
+      continue;
+    }
+    for (int k = 0; k < steps; ++k) {
+      for (int n = 0; n < count; ++n) out[k * kWidth + n] = scale * w[n * stride + k0 + k];
+      for (int n = count; n < kWidth; ++n) out[k * kWidth + n] = 0;
+    }
+  }
+}
+
+// Dot products of MX rows of x with NA rows of a, both along k.
+template <int MX, int NA, class TX>
+void shrink_tile(const TX* x, int64_t x_stride, const float* a, int64_t a_stride, float scale,
+                 float* out, int64_t out_stride, int64_t k) {
+  float total[MX][NA];
+  for (int i = 0; i < MX; ++i) {
+    for (int j = 0; j < NA; ++j) total[i][j] = 0;
+  }
+  // A lane adds up every kLanes-th product, so its sums are short; a block is longer than kSumBlock by that factor.
+  constexpr int64_t kBlock = kSumBlock * V::kLanes;
+  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+    const int64_t end = k - k0 < kBlock ? k : k0 + kBlock;
+    V::F acc[MX][NA];
+#pragma GCC unroll 8
+    for (int i = 0; i < MX; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NA; ++j) acc[i][j] = V::zero();
+    }
+    int64_t kk = k0;
+    for (; kk + V::kLanes <= end; kk += V::kLanes) {
+      V::F xv[MX];
+#pragma GCC unroll 8
+      for (int i = 0; i < MX; ++i) xv[i] = V::load(x + i * x_stride + kk);
+#pragma GCC unroll 8
+      for (int j = 0; j < NA; ++j) {
+        const V::F av = V::load(a + j * a_stride + kk);
+#pragma GCC unroll 8
+        for (int i = 0; i < MX; ++i) acc[i][j] = V::fma(xv[i], av, acc[i][j]);
+      }
+    }
+    if (kk < end) {
+      const int n = (int)(end - kk);
+      for (int j = 0; j < NA; ++j) {
+        const V::F av = V::load_n(a + j * a_stride + kk, n);
+        for (int i = 0; i < MX; ++i)
+          acc[i][j] = V::fma(V::load_n(x + i * x_stride + kk, n), av, acc[i][j]);
+      }
+    }
+    for (int i = 0; i < MX; ++i) {
+      for (int j = 0; j < NA; ++j) total[i][j] += V::sum(acc[i][j]);
+    }
+  }
+  for (int i = 0; i < MX; ++i) {
+    for (int j = 0; j < NA; ++j) out[i * out_stride + j] = scale * total[i][j];
+  }
+}
+
+template <int MX, class TX>
+void shrink_rows(const TX* x, int64_t x_stride, const float* a, int64_t a_stride, float scale,
+                 float* out, int64_t out_stride, int64_t r, int64_t k) {
+  int64_t j = 0;
+  for (; j + V::kShrinkCols <= r; j += V::kShrinkCols) {
+    shrink_tile<MX, V::kShrinkCols>(x, x_stride, a + j * a_stride, a_stride, scale, out + j,
+                                    out_stride, k);
+  }
+  for (; j < r; ++j)
+    shrink_tile<MX, 1>(x, x_stride, a + j * a_stride, a_stride, scale, out + j, out_stride, k);
+}
+
+template <class TX>
+void shrink_of(const void* xv, int64_t x_stride, const float* a, int64_t a_stride, float scale,
+               float* out, int64_t out_stride, int64_t m, int64_t r, int64_t k) {
+  const TX* x = static_cast<const TX*>(xv);
+  int64_t i = 0;
+  for (; i + V::kShrinkRows <= m; i += V::kShrinkRows) {
+    shrink_rows<V::kShrinkRows>(x + i * x_stride, x_stride, a, a_stride, scale,
+                                out + i * out_stride, out_stride, r, k);
+  }
+  for (; i < m; ++i) {
+    shrink_rows<1>(x + i * x_stride, x_stride, a, a_stride, scale, out + i * out_stride, out_stride,
+                   r, k);
+  }
+}
+
+void shrink(DType x_dtype, const void* x, int64_t x_stride, const float* a, int64_t a_stride,
+            float scale, float* out, int64_t out_stride, int64_t m, int64_t r, int64_t k) {
+  switch (x_dtype) {
+    case DType::kBFloat16:
+      return shrink_of<BFloat16>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+    case DType::kFloat16:
+      return shrink_of<Float16>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+    default:
+      return shrink_of<float>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+  }
+}
+
+template <int MR, class TR>
+void outer_tile(const float* left, int64_t left_stride, const TR* right, int64_t right_stride,
+                float* out, int64_t out_stride, int64_t m, int n, bool add) {
+  V::F acc[MR][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
+  alignas(64) float total[MR][kWidth];
+  bool has_total = false;
+  // Two copies of the loop: the one with the constant has no test for the right edge in it.
+  if (n == kWidth) {
+    multiply_add_blocked<MR>(acc, total, &has_total, left, left_stride, right, right_stride, kWidth,
+                             m);
+  } else {
+    multiply_add_blocked<MR>(acc, total, &has_total, left, left_stride, right, right_stride, n, m);
+  }
+  for (int i = 0; i < MR; ++i, out += out_stride) {
+    V::F v[2] = {acc[i][0], acc[i][1]};
+    if (has_total) {
+      v[0] = V::add(V::load(total[i]), v[0]);
+      v[1] = V::add(V::load(total[i] + V::kLanes), v[1]);
+    }
+    if (add) {
+      V::F old[2];
+      load_two(out, n, old);
+      v[0] = V::add(old[0], v[0]);
+      v[1] = V::add(old[1], v[1]);
+    }
+    store_two(out, n, v);
+  }
+}
+
+template <int MR, class TR>
+void outer_rows(const float* left, int64_t left_stride, const TR* right, int64_t right_stride,
+                float* out, int64_t out_stride, int64_t rows, int64_t m, int n, bool add) {
+  if (rows >= MR) {
+    outer_tile<MR, TR>(left, left_stride, right, right_stride, out, out_stride, m, n, add);
+  } else if constexpr (MR > 1) {
+    outer_rows<MR - 1, TR>(left, left_stride, right, right_stride, out, out_stride, rows, m, n,
+                           add);
+  }
+}
+
+template <class TR>
+void outer_of(const float* left, int64_t left_stride, const void* right_v, int64_t right_stride,
+              float* out, int64_t out_stride, int64_t r, int64_t m, int64_t n, bool add) {
+  const TR* right = static_cast<const TR*>(right_v);
+  for (int64_t col = 0; col < n; col += kWidth) {
+    const int cols = (int)(n - col < kWidth ? n - col : kWidth);
+    for (int64_t row = 0; row < r; row += V::kRows) {
+      outer_rows<V::kRows, TR>(left + row * left_stride, left_stride, right + col, right_stride,
+                               out + row * out_stride + col, out_stride, r - row, m, cols, add);
+    }
+  }
+}
+
+void outer(const float* left, int64_t left_stride, DType right_dtype, const void* right,
+           int64_t right_stride, float* out, int64_t out_stride, int64_t r, int64_t m, int64_t n,
+           bool add) {
+  switch (right_dtype) {
+    case DType::kBFloat16:
+      return outer_of<BFloat16>(left, left_stride, right, right_stride, out, out_stride, r, m, n,
+                                add);
+    case DType::kFloat16:
+      return outer_of<Float16>(left, left_stride, right, right_stride, out, out_stride, r, m, n,
+                               add);
+    default:
+      return outer_of<float>(left, left_stride, right, right_stride, out, out_stride, r, m, n, add);
+  }
+}
+
+// The factors (0 or 1 / (1 - p)) of 64 neighbouring columns of one row; see Note [Dropout mask].
+// Sixteen counters at a time in plain arrays: the compiler turns each inner loop into vector code of this unit's CPU.
+inline void dropout_factors(const DropoutBlock& b, int64_t row, int64_t group, uint64_t threshold,
+                            float keep_scale, float* factors) {
+  uint32_t c0[16], c1[16], c2[16], c3[16];
+  for (int l = 0; l < 16; ++l) {
+    c0[l] = (uint32_t)(16 * group) + (uint32_t)l;
+    c1[l] = (uint32_t)row;
+    c2[l] = (uint32_t)((uint64_t)row >> 32);
+    c3[l] = (uint32_t)b.offset;
+  }
+  uint32_t k0 = (uint32_t)b.seed;
+  uint32_t k1 = (uint32_t)(b.seed >> 32) ^ (uint32_t)(b.offset >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (int l = 0; l < 16; ++l) {
+      const uint64_t p0 = (uint64_t)0xD2511F53U * c0[l];
+      const uint64_t p1 = (uint64_t)0xCD9E8D57U * c2[l];
+      c0[l] = (uint32_t)(p1 >> 32) ^ c1[l] ^ k0;
+      c1[l] = (uint32_t)p1;
+      c2[l] = (uint32_t)(p0 >> 32) ^ c3[l] ^ k1;
+      c3[l] = (uint32_t)p0;
+    }
+    k0 += 0x9E3779B9U;
+    k1 += 0xBB67AE85U;
+  }
+  if (threshold > 0xFFFFFFFFU) {
+    for (int l = 0; l < 64; ++l) factors[l] = 0;
+    return;
+  }
+  const uint32_t t = (uint32_t)threshold;
+  for (int l = 0; l < 16; ++l) {
+    factors[l] = c0[l] >= t ? keep_scale : 0;
+    factors[16 + l] = c1[l] >= t ? keep_scale : 0;
+    factors[32 + l] = c2[l] >= t ? keep_scale : 0;
+    factors[48 + l] = c3[l] >= t ? keep_scale : 0;
+  }
+}
+
+template <class T>
+void dropout_of(const T* x, int64_t x_stride, const DropoutBlock& b, float* out,
+                int64_t out_stride) {
+  const uint64_t threshold = dropout_threshold(b.p);
+  const float keep_scale = dropout_keep_scale(b.p);
+  alignas(64) float factors[kDropoutGroup];
+  for (int64_t i = 0; i < b.rows; ++i, x += x_stride, out += out_stride) {
+    for (int64_t j = 0; j < b.cols; j += kDropoutGroup) {
+      dropout_factors(b, b.row0 + i, (b.col0 + j) / kDropoutGroup, threshold, keep_scale, factors);
+      int64_t n = b.cols - j < kDropoutGroup ? b.cols - j : kDropoutGroup;
+      int64_t l = 0;
+      for (; l + V::kLanes <= n; l += V::kLanes) {
+        V::store(out + j + l, V::mul(V::load(factors + l), V::load(x + j + l)));
+      }
+      if (l < n) {
+        const int rest = (int)(n - l);
+        V::store_n(out + j + l, V::mul(V::load_n(factors + l, rest), V::load_n(x + j + l, rest)),
+                   rest);
+      }
+    }
+  }
+}
+
+void dropout(DType x_dtype, const void* x, int64_t x_stride, const DropoutBlock& b, float* out,
+             int64_t out_stride) {
+  switch (x_dtype) {
+    case DType::kBFloat16:
+      return dropout_of(static_cast<const BFloat16*>(x), x_stride, b, out, out_stride);
+    case DType::kFloat16:
+      return dropout_of(static_cast<const Float16*>(x), x_stride, b, out, out_stride);
+    default:
+      return dropout_of(static_cast<const float*>(x), x_stride, b, out, out_stride);
+  }
+}
+
+template <class T>
+void dropout_add_of(const float* t, int64_t t_stride, const DropoutBlock& b, T* c,
+                    int64_t c_stride) {
+  const uint64_t threshold = dropout_threshold(b.p);
+  const float keep_scale = dropout_keep_scale(b.p);
+  alignas(64) float factors[kDropoutGroup];
+  for (int64_t i = 0; i < b.rows; ++i, t += t_stride, c += c_stride) {
+    for (int64_t j = 0; j < b.cols; j += kDropoutGroup) {
+      dropout_factors(b, b.row0 + i, (b.col0 + j) / kDropoutGroup, threshold, keep_scale, factors);
+      int64_t n = b.cols - j < kDropoutGroup ? b.cols - j : kDropoutGroup;
+      int64_t l = 0;
+      for (; l + V::kLanes <= n; l += V::kLanes) {
+        const V::F d = V::mul(V::load(factors + l), V::load(t + j + l));
+        V::store(c + j + l, V::add(V::load(c + j + l), d));
+      }
+      if (l < n) {
+        const int rest = (int)(n - l);
+        const V::F d = V::mul(V::load_n(factors + l, rest), V::load_n(t + j + l, rest));
+        V::store_n(c + j + l, V::add(V::load_n(c + j + l, rest), d), rest);
+      }
+    }
+  }
+}
+
+void dropout_add(const float* t, int64_t t_stride, const DropoutBlock& b, DType c_dtype, void* c,
+                 int64_t c_stride) {
+  switch (c_dtype) {
+    case DType::kBFloat16:
+      return dropout_add_of(t, t_stride, b, static_cast<BFloat16*>(c), c_stride);
+    case DType::kFloat16:
+      return dropout_add_of(t, t_stride, b, static_cast<Float16*>(c), c_stride);
+    default:
+      return dropout_add_of(t, t_stride, b, static_cast<float*>(c), c_stride);
+  }
+}
+
+const LoraSimd kTable = {kWidth, V::kRows, pack_transposed, pack_rows,  product,
+                         shrink, outer,    dropout,         dropout_add};

@@ -1,0 +1,205 @@
+// Entry of the operator: checks once, picks once.
+#include "loraaccel/lora_linear.h"
+
+#include <cmath>
+
+#include "kernel_choice.h"
+#include "lora/lora_linear_kernels.h"
+
+namespace loraaccel {
+namespace {
+
+std::string shape_text(const TensorView& v) {
+  if (v.ndim == 1) return "[" + std::to_string(v.shape[0]) + "]";
+  return "[" + std::to_string(v.shape[0]) + ", " + std::to_string(v.shape[1]) + "]";
+}
+
+// Collects what the messages need: the operator, and the prefix of an adapter's operands.
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+
+  Status fail(StatusCode code, const std::string& text) const {
+    return Status(code, std::string(op_) + ": " + text);
+  }
+
+  Status matrix(const char* name, const TensorView& v, int64_t rows, int64_t cols,
+                const char* letters) const {
+    if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != cols) {
+      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
+                                                  ", expected [" + std::to_string(rows) + ", " +
+                                                  std::to_string(cols) + "] (" + letters + ")");
+    }
+    return pointer(name, v);
+  }
+
+  Status vector(const char* name, const TensorView& v, int64_t size, const char* letter) const {
+    if (v.ndim != 1 || v.shape[0] != size) {
+      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
+                                                  ", expected [" + std::to_string(size) + "] (" +
+                                                  letter + ")");
+    }
+    return pointer(name, v);
+  }
+
+  Status dtype(const char* name, const TensorView& v, DType wanted, const char* of) const {
+    if (v.dtype == wanted) return Status();
+    return fail(StatusCode::kUnsupportedDtype, std::string(name) + " is " + dtype_name(v.dtype) +
+                                                   ", expected " + dtype_name(wanted) + " as " +
+                                                   of);
+  }
+
+  Status pointer(const char* name, const TensorView& v) const {
+    if (v.numel() != 0 && v.data == nullptr)
+      return fail(StatusCode::kInvalidArgument, std::string(name) + " is null");
+    if (v.device != DeviceType::kCPU) {
+      return fail(StatusCode::kUnsupportedDevice,
+                  std::string(name) + " is on a CUDA device, and this build has CPU kernels only");
+    }
+    return Status();
+  }
+
+  Status adapter(const LoraAdapter& ad, const TensorView& x, const TensorView& w) const {
+    if (ad.a.ndim != 2 || ad.a.cols() != x.cols()) {
+      return fail(StatusCode::kShapeMismatch, "lora_A has shape " + shape_text(ad.a) +
+                                                  ", expected [R, " + std::to_string(x.cols()) +
+                                                  "] to go with x " + shape_text(x));
+    }
+    LORAACCEL_RETURN_IF_ERROR(pointer("lora_A", ad.a));
+    if (ad.a.rows() < 1)
+      return fail(StatusCode::kShapeMismatch,
+                  "lora_A has shape " + shape_text(ad.a) + ", expected a rank of at least 1");
+    LORAACCEL_RETURN_IF_ERROR(matrix("lora_B", ad.b, w.rows(), ad.a.rows(), "N, R"));
+    LORAACCEL_RETURN_IF_ERROR(dtype("lora_B", ad.b, ad.a.dtype, "lora_A"));
+    if ((ad.a.dtype == DType::kFloat64) != (x.dtype == DType::kFloat64)) {
+      return fail(StatusCode::kUnsupportedDtype,
+                  std::string("lora_A is ") + dtype_name(ad.a.dtype) + " and x " +
+                      dtype_name(x.dtype) + ", expected both float64 or neither");
+    }
+    if (!std::isfinite(ad.scale)) {
+      return fail(StatusCode::kInvalidArgument,
+                  "scaling is " + std::to_string(ad.scale) + ", expected a finite number");
+    }
+    if (!(ad.dropout.p >= 0 && ad.dropout.p <= 1)) {
+      return fail(StatusCode::kInvalidArgument, "dropout is " + std::to_string(ad.dropout.p) +
+                                                    ", expected a probability from 0 to 1");
+    }
+    return Status();
+  }
+
+  Status layer(const TensorView& x, const TensorView& w,
+               std::span<const LoraAdapter> adapters) const {
+    if (x.ndim != 2)
+      return fail(StatusCode::kShapeMismatch, "x has shape " + shape_text(x) + ", expected [M, K]");
+    LORAACCEL_RETURN_IF_ERROR(pointer("x", x));
+    if (w.ndim != 2 || w.cols() != x.cols()) {
+      return fail(StatusCode::kShapeMismatch, "weight has shape " + shape_text(w) +
+                                                  ", expected [N, " + std::to_string(x.cols()) +
+                                                  "] to go with x " + shape_text(x));
+    }
+    LORAACCEL_RETURN_IF_ERROR(pointer("weight", w));
+    LORAACCEL_RETURN_IF_ERROR(dtype("weight", w, x.dtype, "x"));
+    for (const LoraAdapter& ad : adapters) LORAACCEL_RETURN_IF_ERROR(adapter(ad, x, w));
+    return Status();
+  }
+
+  Status hidden(const TensorView& h, const TensorView& x,
+                std::span<const LoraAdapter> adapters) const {
+    int64_t rank = 0;
+    for (const LoraAdapter& ad : adapters) rank += ad.a.rows();
+    LORAACCEL_RETURN_IF_ERROR(matrix("hidden", h, x.rows(), rank, "M, sum of R"));
+    const DType wanted = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    LORAACCEL_RETURN_IF_ERROR(dtype("hidden", h, wanted, "the type of the sums"));
+    if (h.numel() != 0 && (h.stride[1] != 1 || h.stride[0] != rank) && h.rows() > 1) {
+      return fail(StatusCode::kInvalidArgument, "hidden is not dense");
+    }
+    return Status();
+  }
+
+ private:
+  const char* op_;
+};
+
+Status check_backward(const LoraLinearBackwardArgs& args) {
+  const Checker check("lora_linear_backward");
+  const LoraLinearGrads& g = args.grads;
+  LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
+  LORAACCEL_RETURN_IF_ERROR(check.matrix("grad", args.dy, args.x.rows(), args.w.rows(), "M, N"));
+  LORAACCEL_RETURN_IF_ERROR(check.dtype("grad", args.dy, args.x.dtype, "x"));
+  if (g.dx.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_x", g.dx, args.x.rows(), args.x.cols(), "M, K"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_x", g.dx, args.x.dtype, "x"));
+  }
+  if (g.dw.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(
+        check.matrix("grad_weight", g.dw, args.w.rows(), args.w.cols(), "N, K"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_weight", g.dw, args.x.dtype, "weight"));
+  }
+  if (g.dbias.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(check.vector("grad_bias", g.dbias, args.w.rows(), "N"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_bias", g.dbias, args.x.dtype, "weight"));
+  }
+  if (g.da.size() != args.adapters.size() || g.db.size() != args.adapters.size()) {
+    return check.fail(StatusCode::kInvalidArgument,
+                      std::to_string(g.da.size()) + " grad_A and " + std::to_string(g.db.size()) +
+                          " grad_B, expected one of each for " +
+                          std::to_string(args.adapters.size()) + " adapters");
+  }
+  bool needs_hidden = false;
+  for (size_t i = 0; i < args.adapters.size(); ++i) {
+    const LoraAdapter& ad = args.adapters[i];
+    if (g.da[i].defined()) {
+      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_A", g.da[i], ad.a.rows(), ad.a.cols(), "R, K"));
+      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_A", g.da[i], ad.a.dtype, "lora_A"));
+    }
+    if (g.db[i].defined()) {
+      needs_hidden = true;
+      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_B", g.db[i], ad.b.rows(), ad.b.cols(), "N, R"));
+      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_B", g.db[i], ad.b.dtype, "lora_B"));
+    }
+  }
+  return needs_hidden ? check.hidden(args.h, args.x, args.adapters) : Status();
+}
+
+Status check_forward(const LoraLinearArgs& args) {
+  const Checker check("lora_linear");
+  LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
+  if (args.bias.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(check.vector("bias", args.bias, args.w.rows(), "N"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("bias", args.bias, args.x.dtype, "x"));
+  }
+  LORAACCEL_RETURN_IF_ERROR(check.matrix("y", args.y, args.x.rows(), args.w.rows(), "M, N"));
+  LORAACCEL_RETURN_IF_ERROR(check.dtype("y", args.y, args.x.dtype, "x"));
+  if (args.y.numel() != 0 && (args.y.data == args.x.data || args.y.data == args.w.data)) {
+    return check.fail(StatusCode::kInvalidArgument,
+                      "y overlaps an input, expected memory of its own");
+  }
+  return args.adapters.empty() ? Status() : check.hidden(args.h, args.x, args.adapters);
+}
+
+template <class Args, class Declines>
+const LoraLinearKernel* pick(const char* op, const ExecContext& ctx, const Args& args,
+                             const Declines& declines, Status* status) {
+  return choose_kernel<LoraLinearKernel>(
+      op, lora_linear_kernels(), ctx,
+      [&](const LoraLinearKernel& k) { return (k.*declines)(ctx, args); }, status);
+}
+
+}  // namespace
+
+Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
+  Status status = check_forward(args);
+  if (!status.ok()) return status;
+  const auto* kernel = pick("lora_linear", ctx, args, &LoraLinearKernel::declines_forward, &status);
+  return kernel == nullptr ? status : kernel->forward(ctx, args);
+}
+
+Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
+  Status status = check_backward(args);
+  if (!status.ok()) return status;
+  const auto* kernel =
+      pick("lora_linear_backward", ctx, args, &LoraLinearKernel::declines_backward, &status);
+  return kernel == nullptr ? status : kernel->backward(ctx, args);
+}
+
+}  // namespace loraaccel

@@ -1,0 +1,27 @@
+// What kernels exist, best first, and which of them this machine can run.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace loraaccel {
+
+struct KernelInfo {
+  std::string op;      // "lora_linear"
+  std::string name;    // "avx512", ... the last of each op is "ref"
+  bool available;      // the CPU has the instructions, and the host what it must lend
+  std::string reason;  // why not; empty where available
+};
+
+// In the order of choice within each op. The environment variable LORAACCEL_FORCE_KERNEL names the one to use
+// for every op; a call that it cannot serve then fails with kKernelUnavailable.
+// The kernels named `torch` are available where the host lends a GEMM, as torch does.
+std::vector<KernelInfo> list_kernels(bool host_lends_gemm = false);
+
+// Instruction sets of this CPU that the kernels know, e.g. {"sse4.2", "avx2", "fma", "f16c", "avx512"}.
+std::vector<std::string> cpu_features();
+
+// A JSON object for bug reports: version, compiler, CPU features, kernels, threads.
+std::string describe_json();
+
+}  // namespace loraaccel

@@ -1,0 +1,79 @@
+// LoRA linear layer, forward and backward.
+//
+// Letters, here and in every file of the family: M rows of x, K inputs, N outputs, R rank.
+// With D_i(x) the input dropout of adapter i (identity where p_i = 0):
+//
+//   h_i = D_i(x) A_i^T                                  [M, R_i]
+//   y   = x W^T + bias + sum_i s_i h_i B_i^T            [M, N]
+//
+// and, for G = dL/dy and u_i = s_i G B_i,
+//
+//   dx = G W + sum_i D_i(u_i A_i)    dA_i = u_i^T D_i(x)    dB_i = s_i G^T h_i
+//   dW = G^T x                       dbias = sum of the rows of G
+//
+// Sums are kept in float32 (float64 for float64 operands), each output is rounded once
+// (where a GEMM of the host is borrowed for 16-bit operands, its product is rounded once more).
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "loraaccel/exec_context.h"
+
+namespace loraaccel {
+
+// D(x)[m, k] = x[m, k] / (1 - p) where keep(m, k), else 0.
+// keep is a pure function of (seed, offset, m, k), see Note [Dropout mask] in core/random/philox.h, so that the
+// backward pass and a recomputed forward pass see the same mask and nothing is stored.
+struct DropoutSpec {
+  double p = 0;  // probability of zeroing, in [0, 1]; 1 zeroes everything
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+};
+
+struct LoraAdapter {
+  TensorView a;         // [R, K]
+  TensorView b;         // [N, R]  dtype of a
+  double scale = 1;     // alpha / r, already divided; finite
+  DropoutSpec dropout;  // on the adapter's input
+};
+
+struct LoraLinearArgs {
+  TensorView x;                           // [M, K]
+  TensorView w;                           // [N, K]  dtype of x
+  TensorView bias;                        // [N], dtype of x, or undefined
+  std::span<const LoraAdapter> adapters;  // none is allowed: a plain linear layer
+  TensorView y;                           // [M, N]  output, dtype of x
+  TensorView h;  // [M, sum of R]  output, dense; float32, or float64 when x is
+};
+
+// Computes y and h.
+// x, w, bias, y share one dtype; each adapter is of that dtype or of another one that is at most 32 bits wide
+// (float64 goes only with float64). Any strides. M may be zero; y and h overlap no input.
+// On CUDA the work is queued on ctx.stream and may still be running on return.
+// Fails with kShapeMismatch, kUnsupportedDtype, kInvalidArgument or kKernelUnavailable before anything is written;
+// after kOutOfMemory or kLenderFailed the outputs are undefined. Thread-safe for distinct outputs.
+Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args);
+
+struct LoraLinearGrads {
+  TensorView dx;                   // [M, K], dtype of x, or undefined: not wanted
+  TensorView dw;                   // [N, K], dtype of w, or undefined
+  TensorView dbias;                // [N], dtype of w, or undefined
+  std::span<const TensorView> da;  // per adapter [R, K], dtype of a, or undefined
+  std::span<const TensorView> db;  // per adapter [N, R], dtype of b, or undefined
+};
+
+struct LoraLinearBackwardArgs {
+  TensorView dy;                          // [M, N]  G, dtype of x
+  TensorView x;                           // [M, K]
+  TensorView w;                           // [N, K]
+  std::span<const LoraAdapter> adapters;  // as in the forward call
+  TensorView h;           // as the forward call left it; may be undefined where no db is wanted
+  LoraLinearGrads grads;  // outputs; only the defined ones are computed
+};
+
+// Computes the gradients that `grads` defines. With M = 0 they are zeros. Errors as in the forward call.
+// The result is the same for any number of threads.
+Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args);
+
+}  // namespace loraaccel

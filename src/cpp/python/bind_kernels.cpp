@@ -1,0 +1,43 @@
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "loraaccel/exec_context.h"
+#include "loraaccel/kernels.h"
+
+namespace py = pybind11;
+
+namespace loraaccel::python {
+
+void register_kernels(py::module_& m) {
+  m.def(
+      "kernels",
+      [](bool host_lends_gemm) {
+        py::list list;
+        for (const KernelInfo& k : list_kernels(host_lends_gemm)) {
+          py::dict entry;
+          entry["op"] = k.op;
+          entry["name"] = k.name;
+          entry["available"] = k.available;
+          entry["reason"] = k.reason;
+          list.append(entry);
+        }
+        return list;
+      },
+      py::arg("host_lends_gemm") = false,
+      "Kernels in order of choice: dicts with op, name, available, reason (why not; empty where "
+      "available).");
+  m.def("cpu_features", &cpu_features, "Instruction sets of this CPU that the kernels know.");
+  m.def("describe_json", &describe_json, "A JSON object for bug reports.");
+  m.def("num_threads", &num_threads, "Threads of the core's own pool.");
+  m.def(
+      "set_num_threads",
+      [](int n) {
+        if (n < 0)
+          throw py::value_error("set_num_threads: " + std::to_string(n) +
+                                " threads, expected 0 (default) or more");
+        set_num_threads(n);
+      },
+      py::arg("num_threads"), "Size of the core's own pool; 0 returns to the default.");
+}
+
+}  // namespace loraaccel::python

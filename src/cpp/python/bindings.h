@@ -1,0 +1,11 @@
+// One register_* per area.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace loraaccel::python {
+
+void register_kernels(pybind11::module_& m);
+void register_ceilings(pybind11::module_& m);
+
+}  // namespace loraaccel::python

@@ -1,0 +1,12 @@
+// The Python module loraaccel._core: files, images, names, the kernel list. No torch: it never sees a tensor object.
+#include <pybind11/pybind11.h>
+
+#include "bindings.h"
+#include "loraaccel/version.h"
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Native core of loraaccel, without torch.";
+  m.attr("__version__") = LORAACCEL_VERSION;
+  loraaccel::python::register_kernels(m);
+  loraaccel::python::register_ceilings(m);
+}

@@ -1,0 +1,168 @@
+// All that torch knows of lora_linear: schema and CPU implementation. Shapes and types are checked in the core.
+#include <vector>
+
+#include "bridge.h"
+#include "loraaccel/lora_linear.h"
+
+namespace loraaccel {
+namespace {
+
+using bridge::RowsTensor;
+using bridge::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The adapters of one call: views over the tensors of two lists, a scale and a dropout each.
+std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& lora_a,
+                                     const std::vector<Tensor>& lora_b,
+                                     const std::vector<double>& scalings,
+                                     const std::vector<double>& dropouts,
+                                     const OptionalTensor& seed) {
+  const size_t n = lora_a.size();
+  if (lora_b.size() != n || scalings.size() != n || dropouts.size() != n) {
+    bridge::fail(StatusCode::kInvalidArgument,
+                 std::string(op) + ": " + std::to_string(n) + " lora_A, " +
+                     std::to_string(lora_b.size()) + " lora_B, " + std::to_string(scalings.size()) +
+                     " scalings and " + std::to_string(dropouts.size()) +
+                     " dropouts, expected as many of each");
+  }
+  uint64_t key = 0;
+  uint64_t offset = 0;
+  bool drops = false;
+  for (const double p : dropouts) drops = drops || p > 0;
+  if (drops) {
+    if (!seed.has_value() || seed->scalar_type() != torch::headeronly::ScalarType::Long ||
+        seed->numel() != 2 || !seed->is_contiguous() || !seed->is_cpu()) {
+      bridge::fail(StatusCode::kInvalidArgument,
+                   std::string(op) +
+                       ": dropout without a seed, expected a dense int64 tensor of two "
+                       "numbers on the CPU (seed, offset)");
+    }
+    const auto* numbers = static_cast<const int64_t*>(seed->data_ptr());
+    key = static_cast<uint64_t>(numbers[0]);
+    offset = static_cast<uint64_t>(numbers[1]);
+  }
+  std::vector<LoraAdapter> adapters(n);
+  for (size_t i = 0; i < n; ++i) {
+    adapters[i].a = bridge::matrix_view(lora_a[i], op, "lora_A");
+    adapters[i].b = bridge::matrix_view(lora_b[i], op, "lora_B");
+    adapters[i].scale = scalings[i];
+    adapters[i].dropout = {dropouts[i], key, offset + i};  // each adapter its own mask
+  }
+  return adapters;
+}
+
+int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
+  int64_t rank = 0;
+  for (const LoraAdapter& ad : adapters) rank += ad.a.rows();
+  return rank;
+}
+
+DType sum_type(DType x) { return x == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+
+std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& bias, const std::vector<Tensor>& lora_a,
+                                      const std::vector<Tensor>& lora_b,
+                                      const std::vector<double>& scalings,
+                                      const std::vector<double>& dropouts,
+                                      const OptionalTensor& seed) {
+  constexpr const char* kOp = "lora_linear";
+  const RowsTensor rows = bridge::rows_view(x, kOp, "x");
+  const std::vector<LoraAdapter> adapters =
+      adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
+  LoraLinearArgs args;
+  args.x = rows.view;
+  args.w = bridge::matrix_view(weight, kOp, "weight");
+  if (bias.has_value()) args.bias = bridge::vector_view(*bias, kOp, "bias");
+  args.adapters = adapters;
+  const DType dtype = args.x.dtype;
+  Tensor y = bridge::empty_like_shape(x, args.w.rows(), dtype);
+  Tensor hidden = bridge::empty({args.x.rows(), total_rank(adapters)}, sum_type(dtype));
+  args.y = TensorView::matrix(y.data_ptr(), dtype, args.x.rows(), args.w.rows());
+  args.h = bridge::matrix_view(hidden, kOp, "hidden");
+  const char* kernel = nullptr;
+  bridge::throw_if_error(lora_linear_forward(bridge::context(&kernel), args));
+  bridge::count_kernel(kernel);
+  return {std::move(y), std::move(hidden)};
+}
+
+std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                const std::vector<Tensor>& lora_a,
+                                const std::vector<Tensor>& lora_b, const Tensor& hidden,
+                                const std::vector<double>& scalings,
+                                const std::vector<double>& dropouts, const OptionalTensor& seed,
+                                const std::vector<bool>& output_mask) {
+  constexpr const char* kOp = "lora_linear_backward";
+  if (output_mask.size() != 3 + 2 * lora_a.size()) {
+    bridge::fail(StatusCode::kInvalidArgument,
+                 std::string(kOp) + ": output_mask has " + std::to_string(output_mask.size()) +
+                     " entries, expected " + std::to_string(3 + 2 * lora_a.size()) +
+                     " (x, weight, bias, then A and B of each adapter)");
+  }
+  const RowsTensor x_rows = bridge::rows_view(x, kOp, "x");
+  const RowsTensor grad_rows = bridge::rows_view(grad, kOp, "grad");
+  const std::vector<LoraAdapter> adapters =
+      adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
+  LoraLinearBackwardArgs args;
+  args.dy = grad_rows.view;
+  args.x = x_rows.view;
+  args.w = bridge::matrix_view(weight, kOp, "weight");
+  args.adapters = adapters;
+  args.h = bridge::matrix_view(hidden, kOp, "hidden");
+
+  std::vector<Tensor> outputs;
+  const DType dtype = args.x.dtype;
+  if (output_mask[0]) {
+    outputs.push_back(bridge::empty_same(x, dtype));
+    args.grads.dx =
+        TensorView::matrix(outputs.back().data_ptr(), dtype, args.x.rows(), args.x.cols());
+  }
+  if (output_mask[1]) {
+    outputs.push_back(bridge::empty({args.w.rows(), args.w.cols()}, dtype));
+    args.grads.dw = bridge::matrix_view(outputs.back(), kOp, "grad_weight");
+  }
+  if (output_mask[2]) {
+    outputs.push_back(bridge::empty({args.w.rows()}, dtype));
+    args.grads.dbias = bridge::vector_view(outputs.back(), kOp, "grad_bias");
+  }
+  std::vector<TensorView> da(adapters.size());
+  std::vector<TensorView> db(adapters.size());
+  for (size_t i = 0; i < adapters.size(); ++i) {
+    if (output_mask[3 + 2 * i]) {
+      outputs.push_back(
+          bridge::empty({adapters[i].a.rows(), adapters[i].a.cols()}, adapters[i].a.dtype));
+      da[i] = bridge::matrix_view(outputs.back(), kOp, "grad_A");
+    }
+    if (output_mask[4 + 2 * i]) {
+      outputs.push_back(
+          bridge::empty({adapters[i].b.rows(), adapters[i].b.cols()}, adapters[i].b.dtype));
+      db[i] = bridge::matrix_view(outputs.back(), kOp, "grad_B");
+    }
+  }
+  args.grads.da = da;
+  args.grads.db = db;
+  const char* kernel = nullptr;
+  bridge::throw_if_error(lora_linear_backward(bridge::context(&kernel), args));
+  bridge::count_kernel(kernel);
+  return outputs;
+}
+
+}  // namespace
+}  // namespace loraaccel
+
+STABLE_TORCH_LIBRARY(loraaccel, m) {
+  // Returns y [..., N] and the rank activations hidden [M, sum of R] that the backward operator takes.
+  m.def(
+      "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_A, Tensor[] lora_B, "
+      "float[] scalings, "
+      "float[] dropouts, Tensor? seed) -> (Tensor, Tensor)");
+  // Returns the gradients that output_mask asks for, in its order: x, weight, bias, then A and B of each adapter.
+  m.def(
+      "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor[] lora_A, Tensor[] "
+      "lora_B, Tensor hidden, "
+      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
+  m.impl("lora_linear", TORCH_BOX(&loraaccel::forward_op));
+  m.impl("lora_linear_backward", TORCH_BOX(&loraaccel::backward_op));
+}

@@ -1,0 +1,5 @@
+"""``python -m loraaccel``."""
+
+from loraaccel.cli import main
+
+main()

@@ -1,0 +1,226 @@
+"""Gradients of the operators: an eager autograd.Function, and the same formulas registered for torch.compile.
+
+Both call one forward and one backward operator; the mathematics is in the C++ header loraaccel/lora_linear.h.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loraaccel import _native, _runtime
+
+_native.load_operators()
+_runtime.apply_num_threads()
+
+forward_op = torch.ops.loraaccel.lora_linear.default
+backward_op = torch.ops.loraaccel.lora_linear_backward.default
+
+_DOUBLE_BACKWARD = (
+    "loraaccel::lora_linear: the gradient of a gradient (create_graph=True) is not supported. Compute it inside "
+    "loraaccel.disabled(), or with an unpatched model."
+)
+_NO_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _refuse_double_backward(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """In a backward pass that builds a graph, outputs whose own backward raises. (torch's once_differentiable returns
+    constants where the incoming gradient needs no gradient: a second derivative would silently be zero.)"""
+    if not torch.is_grad_enabled():
+        return grads
+    some = [g.detach().requires_grad_() for g in grads if g is not None]
+    guarded = torch._C._functions.DelayedError(_DOUBLE_BACKWARD, len(some))(*some) if some else ()
+    rest = iter(guarded if isinstance(guarded, (tuple, list)) else (guarded,))
+    return [None if g is None else next(rest) for g in grads]
+
+
+class LoraLinearFunction(torch.autograd.Function):
+    """Eager path: about a third of the dispatcher's overhead for a registered formula."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        scalings: list[float],
+        dropouts: list[float],
+        cast: torch.dtype | None,
+        *adapters: Tensor,  # A, B of each adapter
+    ) -> Tensor:
+        lora_a, lora_b = list(adapters[0::2]), list(adapters[1::2])
+        ctx.dtypes = None
+        if cast is None:
+            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+        else:
+            ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+            x, weight = x.to(cast), weight.to(cast)
+            bias = None if bias is None else bias.to(cast)
+            with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
+                y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+        ctx.save_for_backward(x, weight, hidden, seed, *adapters)
+        ctx.scalings, ctx.dropouts = scalings, dropouts
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, hidden, seed, *adapters = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        mask = [needs[0], needs[1], needs[2], *needs[7:]]
+        with torch.no_grad():
+            wanted = iter(
+                backward_op(
+                    grad,
+                    x,
+                    weight,
+                    adapters[0::2],
+                    adapters[1::2],
+                    hidden,
+                    ctx.scalings,
+                    ctx.dropouts,
+                    seed,
+                    mask,
+                )
+            )
+            grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
+            if ctx.dtypes is not None:
+                for i, dtype in enumerate(ctx.dtypes):
+                    g = grads[i]
+                    if g is not None:
+                        grads[i] = g.to(dtype)
+        gx, gw, gb, *gab = _refuse_double_backward(grads)
+        return gx, gw, gb, None, None, None, None, *gab
+
+
+# ---- the same for the dispatcher: torch.compile, torch.export, direct users of torch.ops ----
+
+
+@torch.library.register_fake("loraaccel::lora_linear")
+def _forward_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: list[Tensor],
+    lora_B: list[Tensor],
+    scalings: list[float],
+    dropouts: list[float],
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    torch._check(x.dim() >= 1, lambda: "loraaccel::lora_linear: x has no dimensions, expected [..., K]")
+    for name, t in [
+        ("weight", weight),
+        ("bias", bias),
+        *(("lora_A or lora_B", t) for t in (*lora_A, *lora_B)),
+    ]:
+        if t is not None and t.device != x.device:
+            raise ValueError(f"loraaccel::lora_linear: {name} is on {t.device}, expected {x.device} as x")
+    torch._check(
+        x.shape[-1] == weight.shape[1],
+        lambda: (
+            f"loraaccel::lora_linear: weight has shape {list(weight.shape)}, "
+            f"expected [N, {x.shape[-1]}] to go with x {list(x.shape)}"
+        ),
+    )
+    rank = sum(a.shape[0] for a in lora_A)
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    sums = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return y, x.new_empty((math.prod(x.shape[:-1]), rank), dtype=sums)
+
+
+@torch.library.register_fake("loraaccel::lora_linear_backward")
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_A: list[Tensor],
+    lora_B: list[Tensor],
+    hidden: Tensor,
+    scalings: list[float],
+    dropouts: list[float],
+    seed: Tensor | None,
+    output_mask: list[bool],
+) -> list[Tensor]:
+    dense = torch.contiguous_format
+    outputs = [torch.empty_like(x, memory_format=dense)] if output_mask[0] else []
+    if output_mask[1]:
+        outputs.append(torch.empty_like(weight, memory_format=dense))
+    if output_mask[2]:
+        outputs.append(weight.new_empty(weight.shape[0]))
+    for i, (a, b) in enumerate(zip(lora_A, lora_B, strict=True)):
+        if output_mask[3 + 2 * i]:
+            outputs.append(torch.empty_like(a, memory_format=dense))
+        if output_mask[4 + 2 * i]:
+            outputs.append(torch.empty_like(b, memory_format=dense))
+    return outputs
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed = inputs
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, hidden, seed, *lora_a, *lora_b)
+    ctx.scalings, ctx.dropouts, ctx.adapters, ctx.has_bias = scalings, dropouts, len(lora_a), bias is not None
+    # Inputs that are lists are one entry of needs_input_grad, or one per tensor, depending on the version of torch.
+    ctx.wanted = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad]
+    for a, b in zip(lora_a, lora_b, strict=True):
+        ctx.wanted += [a.requires_grad, b.requires_grad]
+
+
+def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
+    x, weight, hidden, seed, *adapters = ctx.saved_tensors
+    n = ctx.adapters
+    if grad is None:
+        return None, None, None, [None] * n, [None] * n, None, None, None
+    lora_a, lora_b = adapters[:n], adapters[n:]
+    wanted = iter(
+        backward_op(grad, x, weight, lora_a, lora_b, hidden, ctx.scalings, ctx.dropouts, seed, ctx.wanted)
+    )
+    gx, gw, gb, *gab = [next(wanted) if m else None for m in ctx.wanted]
+    return gx, gw, gb, gab[0::2], gab[1::2], None, None, None
+
+
+def _backward_of_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(_DOUBLE_BACKWARD)
+
+
+torch.library.register_autograd("loraaccel::lora_linear", _backward, setup_context=_setup_context)
+torch.library.register_autograd("loraaccel::lora_linear_backward", _backward_of_backward)
+
+
+def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The type that autocast gives a linear layer on these operands; None where it leaves them alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    if x.dtype == torch.float64 or weight.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _autocast_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: list[Tensor],
+    lora_B: list[Tensor],
+    scalings: list[float],
+    dropouts: list[float],
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Direct calls of the operator under autocast: x, weight, bias in autocast's type as in F.linear; adapters stay."""
+    cast = autocast_dtype(x, weight)
+    with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
+        if cast is not None:
+            x, weight = x.to(cast), weight.to(cast)
+            bias = None if bias is None else bias.to(cast)
+        return forward_op(x, weight, bias, lora_A, lora_B, scalings, dropouts, seed)
+
+
+_library = torch.library.Library("loraaccel", "IMPL")
+_library.impl("lora_linear", _autocast_forward, "AutocastCPU")

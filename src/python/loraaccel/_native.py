@@ -1,0 +1,98 @@
+"""Loads the native parts, after checks whose failure would otherwise be a crash or an undefined symbol."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+TORCH_MINIMUM = (2, 10)
+
+
+@functools.cache
+def build_info() -> dict[str, Any]:
+    """What the build assumed: version, baseline_cpu_flags, machine, torch_headers, torch_minimum."""
+    return json.loads((files("loraaccel") / "_build_info.json").read_text())
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets of this CPU as Linux names them; empty where they cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]
+    return set(lines[0].partition(":")[2].split()) if lines else set()
+
+
+def check_cpu(baseline: list[str], present: set[str]) -> None:
+    """Raises ImportError where the build may use an instruction set that this CPU lacks (else: SIGILL)."""
+    missing = sorted(set(baseline) - present)
+    if present and missing:
+        raise ImportError(
+            f"this build of loraaccel needs a CPU with {', '.join(missing)}, and this one "
+            f"({platform.processor() or platform.machine()}) has not. "
+            "Install a wheel built for the baseline CPU, or build from source without -march flags."
+        )
+
+
+check_cpu(build_info()["baseline_cpu_flags"], cpu_flags())
+
+from loraaccel import _core  # noqa: E402  (the check above must come first)
+
+__version__: str = _core.__version__
+
+
+def library_path(stem: str) -> Path:
+    """Path of lib<stem> in the installed package (not next to the sources: an editable install has two places)."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(str(files("loraaccel"))) / "lib" / f"lib{stem}.{suffix}"
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(major, minor) of a version such as 2.13.0+cpu or 2.15.0a0."""
+    major, minor = text.split("+")[0].split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+
+
+def torch_problem(version: str | None) -> str | None:
+    """One sentence on why the operators cannot run with this torch (None: torch is not installed), or None."""
+    least = ".".join(map(str, TORCH_MINIMUM))
+    if version is None:
+        return (
+            f"torch is not installed; loraaccel's operators need torch {least} or newer (pip install torch)."
+        )
+    if parse_version(version) < TORCH_MINIMUM:
+        return (
+            f"torch {version} is installed; loraaccel's operators need torch {least} or newer (pip install -U torch). "
+            "The parts that do without torch work with any version."
+        )
+    return None
+
+
+@functools.cache
+def load_operators() -> None:
+    """Registers torch.ops.loraaccel. Raises ImportError with a sentence that says what to do."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(torch_problem(None)) from None
+    problem = torch_problem(torch.__version__)
+    if problem:
+        raise ImportError(problem)
+    path = library_path("loraaccel")
+    if not path.is_file():
+        raise ImportError(f"{path} is missing; this loraaccel was built without its torch operators.")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"libloraaccel, built with the headers of torch {build_info()['torch_headers']}, does not load with torch "
+            f"{torch.__version__}: {error}. Reinstall loraaccel, or report this with the output of `loraaccel doctor`."
+        ) from error

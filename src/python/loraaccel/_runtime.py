@@ -1,0 +1,97 @@
+"""What exists and what ran: kernels(), info(), set_num_threads()."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+from loraaccel import _core, _native, _state
+
+
+def _operators() -> ctypes.CDLL | None:
+    """libloraaccel, once load_operators() has put it into the process."""
+    if not _native.load_operators.cache_info().currsize:
+        return None
+    library = ctypes.CDLL(str(_native.library_path("loraaccel")))
+    library.loraaccel_torch_kernel_calls.restype = ctypes.c_int
+    return library
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Kernels in order of choice: {"op", "name", "available", "reason"}; reason says why not, or is empty.
+
+    ``LORAACCEL_FORCE_KERNEL=<name>`` makes every operator use that one; a call it cannot serve raises.
+    """
+    return _core.kernels(host_lends_gemm=_torch_problem() is None)
+
+
+def set_num_threads(n: int) -> None:
+    """Threads that loraaccel uses at most; 0 returns to the default.
+
+    Inside torch the threads are torch's own (``torch.set_num_threads``), of which at most ``n`` are used; the default is
+    all of them. Elsewhere it is ``LORAACCEL_NUM_THREADS``, else the CPUs that the process may run on.
+    Raises ValueError for a negative number.
+    """
+    _core.set_num_threads(n)
+    _wanted["threads"] = n
+    library = _operators()
+    if library is not None:
+        library.loraaccel_torch_set_num_threads(ctypes.c_int(n))
+
+
+_wanted = {"threads": 0}
+
+
+def apply_num_threads() -> None:
+    """Tells a freshly loaded libloraaccel what set_num_threads() said before."""
+    if _wanted["threads"]:
+        set_num_threads(_wanted["threads"])
+
+
+def _torch_problem() -> str | None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return _native.torch_problem(torch.__version__)
+    from importlib import metadata
+
+    try:
+        return _native.torch_problem(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return _native.torch_problem(None)
+
+
+def _kernel_calls() -> dict[str, int]:
+    library = _operators()
+    if library is None:
+        return {}
+    size = 16
+    names, calls = (ctypes.c_char_p * size)(), (ctypes.c_int64 * size)()
+    count = library.loraaccel_torch_kernel_calls(names, calls, size)
+    return {name.decode(): calls[i] for i, name in enumerate(names[:count]) if name is not None}
+
+
+def info() -> dict[str, Any]:
+    """What this process has and did. Cheap: nothing is imported or measured.
+
+    version, switch ("on" or "off"); torch: version, path ("operators" or None), problem (a sentence or None);
+    cpu: features; threads: core, requested; kernels: as kernels(); kernel_calls: operator calls by kernel, backward
+    included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
+    began (calls inside torch.compile'd code are not seen by the interpreter and so not counted).
+    """
+    torch = sys.modules.get("torch")
+    problem = _torch_problem()
+    return {
+        "version": _native.__version__,
+        "switch": "off" if _state.off() else "on",
+        "torch": {
+            "version": torch.__version__ if torch is not None else None,
+            "path": None if problem else "operators",
+            "problem": problem,
+        },
+        "cpu": {"features": _core.cpu_features()},
+        "threads": {"core": _core.num_threads(), "requested": _wanted["threads"]},
+        "kernels": kernels(),
+        "kernel_calls": _kernel_calls(),
+        "calls": {"fused": dict(_state.fused), "fallback": dict(_state.fallback)},
+    }

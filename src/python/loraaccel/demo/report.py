@@ -1,0 +1,161 @@
+"""What the demo leaves behind: tables on the terminal, report.json and report.png."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .check import Calls, Check
+from .timing import Spread, Timing
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses (root mean squared error, rating points) and step times (seconds) of one copy."""
+
+    train_losses: list[float]  # [num_steps]
+    heldout_losses: list[float]  # [len(eval_at)]
+    step_seconds: list[float]  # [num_steps]
+
+    @property
+    def final_train_loss(self) -> float:
+        """Mean of the last 20 steps, or of all when there are fewer."""
+        return statistics.fmean(self.train_losses[-20:])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One LoRA module of the patched copy, as `loraaccel.patch` reported it; `reason` is empty when fused."""
+
+    name: str
+    kind: str
+    fused: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything measured in one run."""
+
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    num_train_rows: int
+    num_heldout_rows: int
+    eval_at: list[int]  # steps done at each held-out evaluation, the first is 0
+    plain: Curve
+    patched: Curve
+    timing: Timing
+    layers: list[Layer]
+    calls: Calls  # forward calls of the patched copy
+    checks: list[Check]
+    total_seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True when every check holds."""
+        return all(check.ok for check in self.checks)
+
+
+def to_json(result: Result) -> str:
+    """The result as JSON; NaN and infinity, which JSON lacks, become null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): clean(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(item) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return str(value) if isinstance(value, Path) else value
+
+    document = clean(asdict(result))
+    document["ok"] = result.ok
+    for entry, check in zip(document["checks"], result.checks, strict=True):
+        entry["ok"] = check.ok
+    return json.dumps(document, indent=2, allow_nan=False)
+
+
+def _median(spread: Spread) -> str:
+    return f"{spread.median:.4f}"
+
+
+def _middle_half(spread: Spread) -> str:
+    return f"{spread.low:.4f} to {spread.high:.4f}"
+
+
+def print_report(result: Result, console: Console) -> None:
+    """Prints the comparison, the layers and the checks."""
+    plain, patched, timing = result.plain, result.patched, result.timing
+    table = Table("", "plain PEFT", "patched", title="LoRA fine-tuning, the same batches and seeds")
+    for label, show in (
+        ("seconds per step, median", _median),
+        ("seconds per step, middle half", _middle_half),
+    ):
+        table.add_row(label, show(timing.plain_seconds), show(timing.patched_seconds))
+    for label, plain_loss, patched_loss in (
+        ("train loss, first step", plain.train_losses[0], patched.train_losses[0]),
+        ("train loss, mean of the last 20 steps", plain.final_train_loss, patched.final_train_loss),
+        ("held-out loss before training", plain.heldout_losses[0], patched.heldout_losses[0]),
+        ("held-out loss after training", plain.heldout_losses[-1], patched.heldout_losses[-1]),
+    ):
+        table.add_row(label, f"{plain_loss:.6f}", f"{patched_loss:.6f}")
+    console.print(table)
+    ratio = timing.speedup
+    console.print(
+        f"Plain PEFT takes [bold]{ratio.median:.3f}[/] times as long as the patched copy "
+        f"(median over the steps of plain / patched; middle half {ratio.low:.3f} to {ratio.high:.3f}; "
+        f"{timing.num_skipped} of {len(plain.train_losses)} steps left out as warm-up). "
+        "Loss is the root mean squared error in rating points, on a scale of -4 to 4."
+    )
+    print_layers(result, console)
+    for check in result.checks:
+        console.print("[green]ok    [/]" if check.ok else "[bold red]FAILED[/]", str(check), highlight=False)
+
+
+def print_layers(result: Result, console: Console) -> None:
+    """Prints how many layers of which kind are fused, why others are not, and what ran."""
+    counts = Counter((layer.kind, layer.fused, layer.reason) for layer in result.layers)
+    table = Table("LoRA layers", "kind", "fused", "reason", title="What loraaccel patched")
+    for (kind, fused, reason), count in sorted(counts.items()):
+        table.add_row(str(count), kind, "yes" if fused else "no", reason)
+    console.print(table)
+    for path, label in (("fused", "fused"), ("fallback", "not fused")):
+        calls = result.calls[path]
+        parts = ", ".join(f"{key} {count}" for key, count in sorted(calls.items())) or "none"
+        console.print(f"Forward calls {label}: {parts}")
+
+
+def draw(result: Result, path: Path) -> None:
+    """Left: loss curves of both copies. Right: their step times, with medians."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    steps = range(1, len(result.plain.train_losses) + 1)
+    # The curves coincide: plain is a wide pale line, patched a thin dark one on top.
+    looks = (("plain PEFT", result.plain, "#f4a259", 3.5), ("patched", result.patched, "#1d3557", 1.0))
+    for name, curve, color, width in looks:
+        left.plot(steps, curve.train_losses, color=color, linewidth=width, label=f"train, {name}")
+        left.plot(
+            result.eval_at, curve.heldout_losses, "o--", color=color, markersize=2.5 * width**0.5 + 2,
+            linewidth=width, label=f"held out, {name}",
+        )  # fmt: skip
+        right.plot(steps, curve.step_seconds, ".", color=color, markersize=4)
+        median = statistics.median(curve.step_seconds[result.timing.num_skipped :])
+        right.axhline(median, color=color, label=f"{name}, median {median:.4f} s")
+    left.set(xlabel="step", ylabel="root mean squared error, rating points", title="Loss")
+    right.set(xlabel="step", ylabel="seconds", title="Time of a step", yscale="log")
+    for axes in (left, right):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)

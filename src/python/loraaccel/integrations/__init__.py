@@ -1,0 +1,1 @@
+"""Leaves: what loraaccel knows of other packages. They are imported by nobody but `patching`, and import lazily."""

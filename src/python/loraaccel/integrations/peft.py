@@ -1,0 +1,155 @@
+"""PEFT's LoRA layers: which of them an operator can stand for, and with what operands.
+
+Semantics of peft.tuners.lora.layer.Linear.forward, in the order of its tests. Nothing of PEFT is imported: where it is
+not loaded there are no such layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from loraaccel import _state
+from loraaccel._autograd import autocast_dtype
+
+# Arguments of ops.lora_linear_adapters.
+Call: TypeAlias = tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor], list[float], list[float]]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """The operator's name for a LoRA layer, its class name where no operator exists, None for anything else."""
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    if layer is None or not isinstance(module, layer.LoraLayer):
+        return None
+    return "lora_linear" if type(module) is layer.Linear else type(module).__name__
+
+
+def why_not_module(module: nn.Module) -> str:
+    """Reason code for the module as it stands, whatever x will be; empty where it can be fused."""
+    operands = _operands(module, compiling=False)
+    return operands if isinstance(operands, str) else ""
+
+
+def fused_call(module: nn.Module, x: Any) -> Call | str:
+    """The operator's arguments for this call, or the reason code for running the module's own forward."""
+    if _state.off():
+        return "switched_off"
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    ):
+        return "transform"
+    operands = _operands(module, compiling)
+    if isinstance(operands, str):
+        return operands
+    weight, bias, lora_a, lora_b, scalings, dropouts = operands
+    if not isinstance(x, Tensor) or (type(x) not in _PLAIN and not compiling):
+        return "tensor_subclass"
+    reason = _why_not_tensors(module, x, weight, bias, lora_a, lora_b)
+    if reason:
+        return reason
+    return x, weight, bias, lora_a, lora_b, scalings, dropouts
+
+
+def _operands(
+    module: Any, compiling: bool
+) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor], list[float], list[float]] | str:
+    """weight, bias, and A, B, scaling, dropout in force of each active adapter; or a reason code."""
+    if module.disable_adapters:
+        return "disabled"
+    if module.merged:
+        return "merged"
+    base = module.base_layer
+    if type(base) is not nn.Linear or "forward" in base.__dict__:
+        return "base_class"
+    if _has_hooks(base) or (not compiling and torch_module._has_any_global_hook()):
+        return "hooks"
+    lora_a: list[Tensor] = []
+    lora_b: list[Tensor] = []
+    scalings: list[float] = []
+    dropouts: list[float] = []
+    variants = getattr(module, "lora_variant", {})
+    modules_a, modules_b, modules_dropout = module.lora_A, module.lora_B, module.lora_dropout
+    for name in module.active_adapters:
+        if name not in modules_a:
+            continue
+        if name in variants:
+            return "variant"
+        a, b, dropout, scaling = modules_a[name], modules_b[name], modules_dropout[name], module.scaling[name]
+        if (
+            type(a) is not nn.Linear
+            or type(b) is not nn.Linear
+            or "forward" in a.__dict__
+            or "forward" in b.__dict__
+        ):
+            return "adapter_class"
+        if a.bias is not None or b.bias is not None:
+            return "lora_bias"
+        if _has_hooks(a) or _has_hooks(b) or _has_hooks(dropout):
+            return "hooks"
+        p = 0.0
+        if type(dropout) is nn.Dropout:
+            p = float(dropout.p) if dropout.training else 0.0
+        elif type(dropout) is not nn.Identity:
+            return "dropout_class"
+        if isinstance(scaling, Tensor):
+            # A hot-swappable model keeps it in a tensor, so that compiled code need not be compiled again for another.
+            if compiling or scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
+                return "scaling_type"
+            scaling = scaling.item()
+        lora_a.append(a.weight)
+        lora_b.append(b.weight)
+        scalings.append(float(scaling))
+        dropouts.append(p)
+    if not lora_a:
+        return "no_active_adapter"
+    return base.weight, base.bias, lora_a, lora_b, scalings, dropouts
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _why_not_tensors(
+    module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: list[Tensor], lora_b: list[Tensor]
+) -> str:
+    """Reason code for these types and devices; empty where the operator takes them."""
+    device = x.device
+    if device.type not in ("cpu", "meta"):
+        return "device"
+    for t in (weight, *lora_a, *lora_b) if bias is None else (weight, bias, *lora_a, *lora_b):
+        if type(t) not in _PLAIN:
+            return "tensor_subclass"
+        if t.device != device:
+            return "device"
+    cast = autocast_dtype(x, weight)
+    dtype = x.dtype if cast is None else cast
+    if dtype not in _FLOATS or (
+        cast is None and (weight.dtype != dtype or (bias is not None and bias.dtype != dtype))
+    ):
+        return "dtype"
+    keeps_input = not getattr(module, "cast_input_dtype_enabled", True)
+    for a, b in zip(lora_a, lora_b, strict=True):
+        if (
+            a.dtype != b.dtype
+            or a.dtype not in _FLOATS
+            or (a.dtype == torch.float64) != (dtype == torch.float64)
+        ):
+            return "dtype"
+        if keeps_input and cast is None and a.dtype != dtype:
+            return "dtype"  # PEFT does not cast x here, and raises
+    return ""
