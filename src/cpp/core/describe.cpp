@@ -21,10 +21,12 @@ std::vector<std::string> cpu_features() {
 
 std::vector<KernelInfo> list_kernels(bool host_lends_gemm) {
   std::vector<KernelInfo> list;
-  for (const LoraLinearKernel& kernel : lora_linear_kernels()) {
-    const char* why_not = kernel.unavailable(host_lends_gemm);
-    list.push_back(
-        {"lora_linear", kernel.name, why_not == nullptr, why_not == nullptr ? "" : why_not});
+  for (const auto kernels : {lora_linear_cuda_kernels(), lora_linear_kernels()}) {
+    for (const LoraLinearKernel& kernel : kernels) {
+      const char* why_not = kernel.unavailable(host_lends_gemm);
+      list.push_back(
+          {"lora_linear", kernel.name, why_not == nullptr, why_not == nullptr ? "" : why_not});
+    }
   }
   return list;
 }

@@ -3,6 +3,7 @@
 
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "loraaccel/exec_context.h"
 
@@ -17,6 +18,12 @@ const char* forced_kernel();
 template <class Kernel, class Declines>
 const Kernel* choose_kernel(const char* op, std::span<const Kernel> list, const ExecContext& ctx,
                             const Declines& declines, Status* status) {
+  if (list.empty()) {
+    *status =
+        Status(StatusCode::kUnsupportedDevice,
+               std::string(op) + ": this build has no kernels for a CUDA device, expected the CPU");
+    return nullptr;
+  }
   const char* forced = forced_kernel();
   std::string names;
   for (const Kernel& kernel : list) {

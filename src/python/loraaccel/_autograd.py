@@ -25,6 +25,9 @@ _DOUBLE_BACKWARD = (
     "loraaccel.disabled(), or with an unpatched model."
 )
 _NO_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+# The registered formula is a Python function that the dispatcher calls whether or not anything needs a gradient
+# (8 us a call); the eager paths, which bring a formula of their own or need none, go below it.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def _refuse_double_backward(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -36,6 +39,29 @@ def _refuse_double_backward(grads: Sequence[Tensor | None]) -> Sequence[Tensor |
     guarded = torch._C._functions.DelayedError(_DOUBLE_BACKWARD, len(some))(*some) if some else ()
     rest = iter(guarded if isinstance(guarded, (tuple, list)) else (guarded,))
     return [None if g is None else next(rest) for g in grads]
+
+
+def forward_below(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: list[Tensor],
+    lora_b: list[Tensor],
+    scalings: list[float],
+    dropouts: list[float],
+    seed: Tensor | None,
+    cast: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, hidden, and x and weight in the type they were used in; nothing is recorded for a backward pass."""
+    if cast is None:
+        with _below_autograd():
+            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+        return y, hidden, x, weight
+    x, weight = x.to(cast), weight.to(cast)
+    bias = None if bias is None else bias.to(cast)
+    with _below_autograd(), torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
+        y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+    return y, hidden, x, weight
 
 
 class LoraLinearFunction(torch.autograd.Function):
@@ -55,14 +81,9 @@ class LoraLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         lora_a, lora_b = list(adapters[0::2]), list(adapters[1::2])
         ctx.dtypes = None
-        if cast is None:
-            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
-        else:
+        if cast is not None:
             ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-            x, weight = x.to(cast), weight.to(cast)
-            bias = None if bias is None else bias.to(cast)
-            with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
-                y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+        y, hidden, x, weight = forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)
         ctx.save_for_backward(x, weight, hidden, seed, *adapters)
         ctx.scalings, ctx.dropouts = scalings, dropouts
         return y
@@ -72,27 +93,23 @@ class LoraLinearFunction(torch.autograd.Function):
         x, weight, hidden, seed, *adapters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         mask = [needs[0], needs[1], needs[2], *needs[7:]]
-        with torch.no_grad():
-            wanted = iter(
-                backward_op(
-                    grad,
-                    x,
-                    weight,
-                    adapters[0::2],
-                    adapters[1::2],
-                    hidden,
-                    ctx.scalings,
-                    ctx.dropouts,
-                    seed,
-                    mask,
-                )
+        with _below_autograd():
+            computed = backward_op(
+                grad,
+                x,
+                weight,
+                adapters[0::2],
+                adapters[1::2],
+                hidden,
+                ctx.scalings,
+                ctx.dropouts,
+                seed,
+                mask,
             )
-            grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
-            if ctx.dtypes is not None:
-                for i, dtype in enumerate(ctx.dtypes):
-                    g = grads[i]
-                    if g is not None:
-                        grads[i] = g.to(dtype)
+        wanted = iter(computed)
+        grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
+        if ctx.dtypes is not None:
+            grads[:3] = [None if g is None else g.to(t) for g, t in zip(grads[:3], ctx.dtypes, strict=True)]
         gx, gw, gb, *gab = _refuse_double_backward(grads)
         return gx, gw, gb, None, None, None, None, *gab
 

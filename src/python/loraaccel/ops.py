@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from loraaccel import _eager, _state
-from loraaccel._autograd import LoraLinearFunction, autocast_dtype, forward_op
+from loraaccel._autograd import LoraLinearFunction, autocast_dtype, forward_below, forward_op
 
 
 def lora_linear(
@@ -75,12 +76,26 @@ def lora_linear_adapters(
     """
     if _state.off():
         return _eager.lora_linear(x, weight, bias, lora_a, lora_b, scalings, dropouts)
-    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64) if any(dropouts) else None
     cast = autocast_dtype(x, weight)
+    return run_lora_linear((x, weight, bias, list(lora_a), list(lora_b), scalings, dropouts, cast))
+
+
+# x, weight, bias, lora_A, lora_B, scalings, dropouts, type that autocast gives x and weight (None: as they are).
+LoraLinearCall: TypeAlias = tuple[
+    Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor], list[float], list[float], torch.dtype | None
+]
+
+
+def run_lora_linear(call: LoraLinearCall) -> Tensor:
+    """The operator by the cheapest way that gives the gradients which may be asked for."""
+    x, weight, bias, lora_a, lora_b, scalings, dropouts, cast = call
+    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64) if any(dropouts) else None
     if torch.compiler.is_compiling():
         if cast is not None:
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
-        return forward_op(x, weight, bias, list(lora_a), list(lora_b), scalings, dropouts, seed)[0]
-    pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
-    return LoraLinearFunction.apply(x, weight, bias, seed, scalings, dropouts, cast, *pairs)
+        return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)[0]
+    if torch.is_grad_enabled():
+        pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
+        return LoraLinearFunction.apply(x, weight, bias, seed, scalings, dropouts, cast, *pairs)
+    return forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)[0]

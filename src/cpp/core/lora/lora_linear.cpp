@@ -14,10 +14,14 @@ std::string shape_text(const TensorView& v) {
   return "[" + std::to_string(v.shape[0]) + ", " + std::to_string(v.shape[1]) + "]";
 }
 
+const char* device_name(DeviceType device) {
+  return device == DeviceType::kCUDA ? "a CUDA device" : "the CPU";
+}
+
 // Collects what the messages need: the operator, and the prefix of an adapter's operands.
 class Checker {
  public:
-  explicit Checker(const char* op) : op_(op) {}
+  Checker(const char* op, DeviceType device) : op_(op), device_(device) {}
 
   Status fail(StatusCode code, const std::string& text) const {
     return Status(code, std::string(op_) + ": " + text);
@@ -52,9 +56,10 @@ class Checker {
   Status pointer(const char* name, const TensorView& v) const {
     if (v.numel() != 0 && v.data == nullptr)
       return fail(StatusCode::kInvalidArgument, std::string(name) + " is null");
-    if (v.device != DeviceType::kCPU) {
-      return fail(StatusCode::kUnsupportedDevice,
-                  std::string(name) + " is on a CUDA device, and this build has CPU kernels only");
+    if (v.device != device_) {
+      return fail(StatusCode::kUnsupportedDevice, std::string(name) + " is on " +
+                                                      device_name(v.device) + ", expected " +
+                                                      device_name(device_) + " as the context");
     }
     return Status();
   }
@@ -118,10 +123,11 @@ class Checker {
 
  private:
   const char* op_;
+  DeviceType device_;
 };
 
-Status check_backward(const LoraLinearBackwardArgs& args) {
-  const Checker check("lora_linear_backward");
+Status check_backward(DeviceType device, const LoraLinearBackwardArgs& args) {
+  const Checker check("lora_linear_backward", device);
   const LoraLinearGrads& g = args.grads;
   LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
   LORAACCEL_RETURN_IF_ERROR(check.matrix("grad", args.dy, args.x.rows(), args.w.rows(), "M, N"));
@@ -161,8 +167,8 @@ Status check_backward(const LoraLinearBackwardArgs& args) {
   return needs_hidden ? check.hidden(args.h, args.x, args.adapters) : Status();
 }
 
-Status check_forward(const LoraLinearArgs& args) {
-  const Checker check("lora_linear");
+Status check_forward(DeviceType device, const LoraLinearArgs& args) {
+  const Checker check("lora_linear", device);
   LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
   if (args.bias.defined()) {
     LORAACCEL_RETURN_IF_ERROR(check.vector("bias", args.bias, args.w.rows(), "N"));
@@ -180,22 +186,23 @@ Status check_forward(const LoraLinearArgs& args) {
 template <class Args, class Declines>
 const LoraLinearKernel* pick(const char* op, const ExecContext& ctx, const Args& args,
                              const Declines& declines, Status* status) {
+  const auto list =
+      ctx.device == DeviceType::kCUDA ? lora_linear_cuda_kernels() : lora_linear_kernels();
   return choose_kernel<LoraLinearKernel>(
-      op, lora_linear_kernels(), ctx,
-      [&](const LoraLinearKernel& k) { return (k.*declines)(ctx, args); }, status);
+      op, list, ctx, [&](const LoraLinearKernel& k) { return (k.*declines)(ctx, args); }, status);
 }
 
 }  // namespace
 
 Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
-  Status status = check_forward(args);
+  Status status = check_forward(ctx.device, args);
   if (!status.ok()) return status;
   const auto* kernel = pick("lora_linear", ctx, args, &LoraLinearKernel::declines_forward, &status);
   return kernel == nullptr ? status : kernel->forward(ctx, args);
 }
 
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  Status status = check_backward(args);
+  Status status = check_backward(ctx.device, args);
   if (!status.ok()) return status;
   const auto* kernel =
       pick("lora_linear_backward", ctx, args, &LoraLinearKernel::declines_backward, &status);

@@ -8,9 +8,9 @@
 namespace loraaccel {
 namespace {
 
-// Below this many rows packing W costs more than a borrowed GEMM loses (measured on Zen 5, d = 384 ... 1536, see
-// benchmarks/README.md). Without a GEMM to borrow our own serves every size.
-constexpr int64_t kWideMinRows = 48;
+// Below this many rows packing W costs more than a borrowed GEMM loses (measured on Zen 5, 384 to
+// 1280 columns: see benchmarks/README.md). Without a GEMM to borrow our own serves every size.
+constexpr int64_t kWideMinRows = 4;
 
 const char* missing_avx512(bool = false) {
   if (lora_simd_avx512() == nullptr) return "not part of this build";

@@ -19,7 +19,7 @@ struct LoraLinearKernel {
   Status (*backward)(const ExecContext& ctx, const LoraLinearBackwardArgs& args);
 };
 
-// avx512, avx2, torch, portable, ref. The last accepts everything.
+// For operands on the CPU: avx512, avx2, torch, portable, ref. The last accepts everything.
 std::span<const LoraLinearKernel> lora_linear_kernels();
 
 // Plain loops with sums in double: oracle, fallback and baseline.
@@ -37,7 +37,7 @@ Status lora_linear_forward_simd(const LoraSimd& simd, const ExecContext& ctx,
 Status lora_linear_backward_simd(const LoraSimd& simd, const ExecContext& ctx,
                                  const LoraLinearBackwardArgs& args);
 
-// CUDA entries come before the CPU ones; this list is empty where CUDA is off (no_cuda/).
+// For operands on a CUDA device; empty where CUDA is off (no_cuda/).
 std::span<const LoraLinearKernel> lora_linear_cuda_kernels();
 
 }  // namespace loraaccel

@@ -1,1 +1,1 @@
-"""The rows of `loraaccel bench`: this machine's ceilings, and LoRA by the Python tools and by loraaccel side by side."""
+"""The rows of `loraaccel bench`: what this machine can do, and LoRA by the Python tools and by loraaccel in turn."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 # Note [Tolerance]
-# Reference: the same eager PEFT model in float64, from the operands as stored. The error of eager PEFT itself against
-# it, per tensor in the Euclidean norm, is what rounding costs in this dtype on this model. Another order of the same
-# roundings gives an error of the same size, not the same error, so a variant may have twice PEFT's, plus one epsilon of
-# the dtype for tensors that PEFT happens to get exactly. A dropped branch, a wrong scale or stale factors are far above.
+# Reference: the same eager PEFT model in float64, from the operands as stored. The error of eager PEFT itself
+# against it, per tensor in the Euclidean norm, is what rounding costs in this dtype on this model. Another order of
+# the same roundings gives an error of the same size, not the same error, so a variant may have twice PEFT's, plus one
+# epsilon of the dtype for tensors that PEFT happens to get exactly. A dropped branch, a wrong scale or stale factors
+# are far above that.
 FACTOR = 2.0
 
 

@@ -46,7 +46,7 @@ def _first_compiled_call(variants: Variants, workload: Workload, precision: Prec
         # Beyond its limit of graphs torch.compile would go on uncompiled, with a warning only.
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             workload.observe(variants.modules[COMPILED], precision.base)
-    except Exception as error:  # whatever a compiler raises: it is reported, in the row
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises is reported, in the row
         first_line = next(iter(str(error).strip().splitlines()), "no message")
         variants.skip(COMPILED, f"torch.compile failed: {type(error).__name__}: {first_line}")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from loraaccel.bench.results import CaseResult, Report
 from loraaccel.bench.tables import TITLES
@@ -11,11 +12,8 @@ from loraaccel.bench.variants import NAMES, PEFT
 BAR_WIDTH = 0.2
 
 
-def _bars(axes: object, cases: list[CaseResult]) -> None:
+def _bars(axes: Any, cases: list[CaseResult]) -> None:
     """Draw each variant relative to the median of PEFT, quartiles as whiskers, the milliseconds written on top."""
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
     for place, name in enumerate(NAMES):
         for index, case in enumerate(cases):
             samples, peft = case.variants[name].samples, case.variants[PEFT].samples

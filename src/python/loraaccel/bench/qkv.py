@@ -41,7 +41,7 @@ class QkvWorkload:
     @property
     def case(self) -> str:
         """Tokens and direction."""
-        return f"{self.tokens} tokens, {'forward+backward' if self.backward else 'forward'}"
+        return f"{self.tokens} tokens, {'fwd+bwd' if self.backward else 'forward'}"
 
     def flops(self, rank: int) -> int:
         """Of the three projections together."""

@@ -15,7 +15,15 @@ from loraaccel.bench.measure import measure_case
 from loraaccel.bench.qkv import QkvFamily
 from loraaccel.bench.results import ModelResult, Report
 from loraaccel.bench.unet import QUICK_SIZE, UNetFamily, UNetSize
-from loraaccel.bench.variants import FROZEN, PEFT, PRECISIONS, Variants, make_variants, num_parameters
+from loraaccel.bench.variants import (
+    COMPILED,
+    FROZEN,
+    PEFT,
+    PRECISIONS,
+    Variants,
+    make_variants,
+    num_parameters,
+)
 from loraaccel.bench.workload import Family
 
 QUICK_TOKENS = (77, 1024)
@@ -69,6 +77,12 @@ def num_cases(settings: Settings) -> int:
     return len(settings.dtypes) * sum(len(family.workloads) for family in families(settings))
 
 
+def _share_reporter(
+    on_progress: Callable[[str, float], object], title: str, num_done: int
+) -> Callable[[float], object]:
+    return lambda share: on_progress(title, num_done + share)
+
+
 def run(settings: Settings, on_progress: Callable[[str, float], object]) -> Report:
     """Measure everything. `on_progress(title, num_done)`: what is being measured, and how many cases are finished."""
     start = time.perf_counter()
@@ -90,20 +104,20 @@ def run(settings: Settings, on_progress: Callable[[str, float], object]) -> Repo
             for workload in family.workloads:
                 title, num_done = f"{workload.row} {dtype}: {workload.case}", len(report.cases)
                 on_progress(title, num_done)
-                case = measure_case(
-                    variants,
-                    workload,
-                    dtype,
-                    PRECISIONS[dtype],
-                    family.rank,
-                    settings.rounds,
-                    report.ceilings,
-                    on_progress=lambda share, title=title, num_done=num_done: on_progress(
-                        title, num_done + share
-                    ),  # type: ignore[misc]
+                result.cases.append(
+                    measure_case(
+                        variants,
+                        workload,
+                        dtype,
+                        PRECISIONS[dtype],
+                        family.rank,
+                        settings.rounds,
+                        report.ceilings,
+                        _share_reporter(on_progress, title, num_done),
+                    )
                 )
-                result.cases.append(case)
-            torch._dynamo.reset()  # compiled graphs hold their models
+            if COMPILED in variants.modules:
+                torch._dynamo.reset()  # compiled graphs hold their models
             del variants
             gc.collect()
     report.seconds = time.perf_counter() - start

@@ -20,7 +20,7 @@ TITLES = {
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
 def _times(variant: VariantResult | None) -> str:
@@ -62,11 +62,14 @@ def _table(row: str, cases: Iterable[CaseResult]) -> Table:
     return table
 
 
+def _rows(model: ModelResult) -> str:
+    return ", ".join(dict.fromkeys(case.row for case in model.cases))
+
+
 def _model_lines(model: ModelResult) -> Iterable[str]:
-    rows = ", ".join(dict.fromkeys(case.row for case in model.cases))
     patch = model.patch
     yield (
-        f"{rows}, {model.dtype} ({model.dtype_note}): {model.base_parameters:,} frozen and "
+        f"{_rows(model)}, {model.dtype} ({model.dtype_note}): {model.base_parameters:,} frozen and "
         f"{model.lora_parameters:,} LoRA parameters; patch() fused {patch['num_fused']} of "
         f"{patch['num_fused'] + patch['num_fallback']} LoRA modules {patch['reasons'] or ''}"
     )
@@ -103,14 +106,15 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
     console.print(
         "Milliseconds: median, quartiles, [extremes] of calls made in turn. Ratios: median and quartiles of the ratio "
-        "within a round. frozen: the model without LoRA; in the epoch its backward goes to the latents.\n"
+        "within a round.\nfrozen: the model without LoRA; in the epoch its backward goes to the latents.\n",
+        markup=False,
     )
     for model in report.models:
         for line in _model_lines(model):
             console.print(line, highlight=False)
-    configs = {", ".join(case.row for case in model.cases): model.config for model in report.models}
-    for rows, config in configs.items():
-        console.print(f"  configuration of {rows}: {config}", highlight=False, markup=False)
+    for rows, config in {_rows(model): model.config for model in report.models}.items():
+        text = ", ".join(f"{name}={value}" for name, value in config.items())
+        console.print(f"configuration of {rows}: {text}", highlight=False, markup=False)
     for failure in report.failures:
         console.print(f"failed: {failure}", style="bold red", markup=False)
     console.print(f"{report.seconds:.0f} s")

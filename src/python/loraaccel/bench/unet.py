@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,11 +94,9 @@ class UNetFamily:
         model: nn.Module = diffusers.UNet2DConditionModel(**unet_config(self.size))
         return model
 
-    def compile_model(self, module: nn.Module) -> None:
+    def compile_model(self, module: Any) -> None:
         """Compile the transformer blocks, which hold all adapters: the way diffusers recommends.
 
         The whole model in one graph takes many minutes to compile.
         """
-        compile_blocks = module.compile_repeated_blocks
-        assert callable(compile_blocks)
-        compile_blocks(dynamic=False)
+        module.compile_repeated_blocks(dynamic=False)

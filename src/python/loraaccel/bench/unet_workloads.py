@@ -133,10 +133,12 @@ class EpochWorkload:
         trainable = [p for p in module.parameters() if p.requires_grad]
         module.train()
         if not trainable:
+            for batch in batches:
+                batch.sample.requires_grad_()
 
             def propagate() -> None:
                 for batch in batches:
-                    torch.autograd.grad(batch.loss(module), batch.sample.requires_grad_())
+                    torch.autograd.grad(batch.loss(module), batch.sample)
 
             return propagate
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE)

@@ -59,11 +59,7 @@ def attach_lora(model: nn.Module, targets: Sequence[str], rank: int, precision: 
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets), init_lora_weights=False)
-    wrapped = get_peft_model(
-        copy.deepcopy(model),  # type: ignore[arg-type]
-        config,
-        autocast_adapter_dtype=precision.cast_adapters,
-    )
+    wrapped = get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=precision.cast_adapters)
     injected: nn.Module = (
         wrapped.get_base_model()
     )  # the layers without PeftModel around them, as diffusers holds them

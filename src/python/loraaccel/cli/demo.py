@@ -95,7 +95,8 @@ def _run(settings: Settings, as_json: bool) -> bool:
     with Progress(*columns, console=Console(stderr=True)) as progress, contextlib.redirect_stdout(sys.stderr):
         task = progress.add_task("importing", total=settings.num_steps)
 
-        from loraaccel.demo.report import print_report, to_json
+        from loraaccel.demo.report import print_report
+        from loraaccel.demo.result import to_json
         from loraaccel.demo.run import run_demo
 
         result = run_demo(

@@ -3,8 +3,9 @@
 data.py     rated words and emoticons, split, batches
 model.py    MiniLM encoder, mean pooling, linear head, PEFT
 train.py    both copies in lock-step, every step timed
-check.py    the bounds, the curves, and the reload with plain PEFT
-report.py   table, report.png, report.json
+check.py    what must hold for exit code 0, and the bounds
+result.py   all that one run measured, report.json
+report.py   tables, report.png
 run.py      the order of it all
 
 This file and settings.py import nothing heavy, so that `loraaccel --help` stays fast.

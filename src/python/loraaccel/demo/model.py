@@ -14,6 +14,8 @@ from .settings import package_file
 
 # query, key, value, attention output and both MLP layers of every encoder layer: 6 x 6 linear layers.
 TARGET_MODULES = r"encoder\.encoder\.layer\.\d+\..*\.(query|key|value|dense)"
+# Fixed, so that the size of an update does not grow with the rank; scale 2 at rank 8.
+LORA_ALPHA = 16
 
 
 class RatingModel(nn.Module):
@@ -60,7 +62,9 @@ def build_peft(rank: int, seed: int) -> PeftModel:
     `lora_dropout` stays 0: torch and loraaccel draw different masks from one seed, and the two curves
     could not be compared step by step. The encoder's own dropout (0.1) is on.
     """
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGET_MODULES, modules_to_save=["head"])
+    config = LoraConfig(
+        r=rank, lora_alpha=LORA_ALPHA, target_modules=TARGET_MODULES, modules_to_save=["head"]
+    )
     base = build_base(head_seed=seed)
     torch.manual_seed(seed)
     model = get_peft_model(base, config)

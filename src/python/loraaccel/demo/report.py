@@ -1,86 +1,16 @@
-"""What the demo leaves behind: tables on the terminal, report.json and report.png."""
+"""What people read: tables on the terminal, and report.png."""
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
 from collections import Counter
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .check import Calls, Check
-from .timing import Spread, Timing
+from loraaccel.timing import Spread
 
-
-@dataclass(frozen=True)
-class Curve:
-    """Losses (root mean squared error, rating points) and step times (seconds) of one copy."""
-
-    train_losses: list[float]  # [num_steps]
-    heldout_losses: list[float]  # [len(eval_at)]
-    step_seconds: list[float]  # [num_steps]
-
-    @property
-    def final_train_loss(self) -> float:
-        """Mean of the last 20 steps, or of all when there are fewer."""
-        return statistics.fmean(self.train_losses[-20:])
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One LoRA module of the patched copy, as `loraaccel.patch` reported it; `reason` is empty when fused."""
-
-    name: str
-    kind: str
-    fused: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """Everything measured in one run."""
-
-    settings: dict[str, Any]
-    machine: dict[str, Any]
-    num_train_rows: int
-    num_heldout_rows: int
-    eval_at: list[int]  # steps done at each held-out evaluation, the first is 0
-    plain: Curve
-    patched: Curve
-    timing: Timing
-    layers: list[Layer]
-    calls: Calls  # forward calls of the patched copy
-    checks: list[Check]
-    total_seconds: float
-
-    @property
-    def ok(self) -> bool:
-        """True when every check holds."""
-        return all(check.ok for check in self.checks)
-
-
-def to_json(result: Result) -> str:
-    """The result as JSON; NaN and infinity, which JSON lacks, become null."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): clean(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [clean(item) for item in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        return str(value) if isinstance(value, Path) else value
-
-    document = clean(asdict(result))
-    document["ok"] = result.ok
-    for entry, check in zip(document["checks"], result.checks, strict=True):
-        entry["ok"] = check.ok
-    return json.dumps(document, indent=2, allow_nan=False)
+from .result import Result
 
 
 def _median(spread: Spread) -> str:
@@ -88,18 +18,18 @@ def _median(spread: Spread) -> str:
 
 
 def _middle_half(spread: Spread) -> str:
-    return f"{spread.low:.4f} to {spread.high:.4f}"
+    return f"{spread.first_quartile:.4f} to {spread.third_quartile:.4f}"
 
 
 def print_report(result: Result, console: Console) -> None:
     """Prints the comparison, the layers and the checks."""
-    plain, patched, timing = result.plain, result.patched, result.timing
+    plain, patched = result.plain, result.patched
     table = Table("", "plain PEFT", "patched", title="LoRA fine-tuning, the same batches and seeds")
     for label, show in (
         ("seconds per step, median", _median),
         ("seconds per step, middle half", _middle_half),
     ):
-        table.add_row(label, show(timing.plain_seconds), show(timing.patched_seconds))
+        table.add_row(label, *(show(result.times(curve).spread) for curve in (plain, patched)))
     for label, plain_loss, patched_loss in (
         ("train loss, first step", plain.train_losses[0], patched.train_losses[0]),
         ("train loss, mean of the last 20 steps", plain.final_train_loss, patched.final_train_loss),
@@ -108,11 +38,11 @@ def print_report(result: Result, console: Console) -> None:
     ):
         table.add_row(label, f"{plain_loss:.6f}", f"{patched_loss:.6f}")
     console.print(table)
-    ratio = timing.speedup
+    speedup = result.speedup
     console.print(
-        f"Plain PEFT takes [bold]{ratio.median:.3f}[/] times as long as the patched copy "
-        f"(median over the steps of plain / patched; middle half {ratio.low:.3f} to {ratio.high:.3f}; "
-        f"{timing.num_skipped} of {len(plain.train_losses)} steps left out as warm-up). "
+        f"Plain PEFT takes [bold]{speedup.median:.3f}[/] times as long as the patched copy: median over the steps "
+        f"of plain / patched, middle half {speedup.first_quartile:.3f} to {speedup.third_quartile:.3f}, "
+        f"{result.num_warmup} of {len(plain.train_losses)} steps left out as warm-up. "
         "Loss is the root mean squared error in rating points, on a scale of -4 to 4."
     )
     print_layers(result, console)
@@ -151,7 +81,7 @@ def draw(result: Result, path: Path) -> None:
             linewidth=width, label=f"held out, {name}",
         )  # fmt: skip
         right.plot(steps, curve.step_seconds, ".", color=color, markersize=4)
-        median = statistics.median(curve.step_seconds[result.timing.num_skipped :])
+        median = result.times(curve).median
         right.axhline(median, color=color, label=f"{name}, median {median:.4f} s")
     left.set(xlabel="step", ylabel="root mean squared error, rating points", title="Loss")
     right.set(xlabel="step", ylabel="seconds", title="Time of a step", yscale="log")

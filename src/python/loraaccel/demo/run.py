@@ -15,9 +15,9 @@ import transformers
 import loraaccel
 
 from . import check, data, model, train
-from .report import Curve, Layer, Result, draw, to_json
+from .report import draw
+from .result import Curve, Layer, Result, to_json
 from .settings import DemoError, Settings
-from .timing import summarize
 
 
 def run_demo(settings: Settings, on_phase: Callable[[str], None], on_step: Callable[[int], None]) -> Result:
@@ -79,7 +79,7 @@ def run_demo(settings: Settings, on_phase: Callable[[str], None], on_step: Calla
         eval_at=[0, *eval_at],
         plain=Curve(plain.train_losses, plain.heldout_losses, plain.step_seconds),
         patched=Curve(patched.train_losses, patched.heldout_losses, patched.step_seconds),
-        timing=summarize(plain.step_seconds, patched.step_seconds),
+        num_warmup=min(5, settings.num_steps // 10),
         layers=[Layer(each.name, each.kind, each.fused, each.reason) for each in patch_report.modules],
         calls=patched_calls,
         checks=[

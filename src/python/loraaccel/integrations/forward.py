@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from loraaccel import _state
 from loraaccel.integrations import peft
-from loraaccel.ops import lora_linear_adapters
+from loraaccel.ops import run_lora_linear
 
 # verify: ||ours - eager|| / ||eager||. Both round every output to the dtype and sum in a different order; 16-bit eager
 # rounds up to four times. A wrong scale, adapter or transposition is off by far more.
@@ -40,7 +40,7 @@ class FusedForward:
             else:
                 call = peft.fused_call(module, args[0])
                 if not isinstance(call, str):
-                    y = lora_linear_adapters(*call)
+                    y = run_lora_linear(call)
                     if self.verify > 0 and not any(call[6]):
                         y = self._verified(args[0], y)
                     if not torch.compiler.is_compiling():

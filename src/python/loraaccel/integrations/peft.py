@@ -7,7 +7,7 @@ not loaded there are no such layers.
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from loraaccel import _state
 from loraaccel._autograd import autocast_dtype
-
-# Arguments of ops.lora_linear_adapters.
-Call: TypeAlias = tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor], list[float], list[float]]
+from loraaccel.ops import LoraLinearCall
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PLAIN = (Tensor, nn.Parameter)
@@ -37,7 +35,7 @@ def why_not_module(module: nn.Module) -> str:
     return operands if isinstance(operands, str) else ""
 
 
-def fused_call(module: nn.Module, x: Any) -> Call | str:
+def fused_call(module: nn.Module, x: Any) -> LoraLinearCall | str:
     """The operator's arguments for this call, or the reason code for running the module's own forward."""
     if _state.off():
         return "switched_off"
@@ -54,10 +52,11 @@ def fused_call(module: nn.Module, x: Any) -> Call | str:
     weight, bias, lora_a, lora_b, scalings, dropouts = operands
     if not isinstance(x, Tensor) or (type(x) not in _PLAIN and not compiling):
         return "tensor_subclass"
-    reason = _why_not_tensors(module, x, weight, bias, lora_a, lora_b)
+    cast = autocast_dtype(x, weight)
+    reason = _why_not_tensors(module, x, weight, bias, lora_a, lora_b, cast)
     if reason:
         return reason
-    return x, weight, bias, lora_a, lora_b, scalings, dropouts
+    return x, weight, bias, lora_a, lora_b, scalings, dropouts, cast
 
 
 def _operands(
@@ -68,7 +67,9 @@ def _operands(
         return "disabled"
     if module.merged:
         return "merged"
-    base = module.base_layer
+    # Children and parameters by their dictionaries: nn.Module's attribute look-up costs as much as the operator.
+    children = module._modules
+    base = children["base_layer"]
     if type(base) is not nn.Linear or "forward" in base.__dict__:
         return "base_class"
     if _has_hooks(base) or (not compiling and torch_module._has_any_global_hook()):
@@ -77,14 +78,15 @@ def _operands(
     lora_b: list[Tensor] = []
     scalings: list[float] = []
     dropouts: list[float] = []
-    variants = getattr(module, "lora_variant", {})
-    modules_a, modules_b, modules_dropout = module.lora_A, module.lora_B, module.lora_dropout
+    variants = getattr(module, "lora_variant", None)
+    a_modules, b_modules = children["lora_A"]._modules, children["lora_B"]._modules
+    dropout_modules = children["lora_dropout"]._modules
     for name in module.active_adapters:
-        if name not in modules_a:
+        if name not in a_modules:
             continue
-        if name in variants:
+        if variants and name in variants:
             return "variant"
-        a, b, dropout, scaling = modules_a[name], modules_b[name], modules_dropout[name], module.scaling[name]
+        a, b, dropout, scaling = a_modules[name], b_modules[name], dropout_modules[name], module.scaling[name]
         if (
             type(a) is not nn.Linear
             or type(b) is not nn.Linear
@@ -92,7 +94,8 @@ def _operands(
             or "forward" in b.__dict__
         ):
             return "adapter_class"
-        if a.bias is not None or b.bias is not None:
+        a_parameters, b_parameters = a._parameters, b._parameters
+        if a_parameters["bias"] is not None or b_parameters["bias"] is not None:
             return "lora_bias"
         if _has_hooks(a) or _has_hooks(b) or _has_hooks(dropout):
             return "hooks"
@@ -106,13 +109,13 @@ def _operands(
             if compiling or scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
                 return "scaling_type"
             scaling = scaling.item()
-        lora_a.append(a.weight)
-        lora_b.append(b.weight)
+        lora_a.append(a_parameters["weight"])
+        lora_b.append(b_parameters["weight"])
         scalings.append(float(scaling))
         dropouts.append(p)
     if not lora_a:
         return "no_active_adapter"
-    return base.weight, base.bias, lora_a, lora_b, scalings, dropouts
+    return base._parameters["weight"], base._parameters["bias"], lora_a, lora_b, scalings, dropouts
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -125,7 +128,13 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _why_not_tensors(
-    module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: list[Tensor], lora_b: list[Tensor]
+    module: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: list[Tensor],
+    lora_b: list[Tensor],
+    cast: torch.dtype | None,
 ) -> str:
     """Reason code for these types and devices; empty where the operator takes them."""
     device = x.device
@@ -136,13 +145,11 @@ def _why_not_tensors(
             return "tensor_subclass"
         if t.device != device:
             return "device"
-    cast = autocast_dtype(x, weight)
     dtype = x.dtype if cast is None else cast
-    if dtype not in _FLOATS or (
-        cast is None and (weight.dtype != dtype or (bias is not None and bias.dtype != dtype))
-    ):
+    if dtype not in _FLOATS:
         return "dtype"
-    keeps_input = not getattr(module, "cast_input_dtype_enabled", True)
+    if cast is None and (weight.dtype != dtype or (bias is not None and bias.dtype != dtype)):
+        return "dtype"
     for a, b in zip(lora_a, lora_b, strict=True):
         if (
             a.dtype != b.dtype
@@ -150,6 +157,6 @@ def _why_not_tensors(
             or (a.dtype == torch.float64) != (dtype == torch.float64)
         ):
             return "dtype"
-        if keeps_input and cast is None and a.dtype != dtype:
+        if a.dtype != dtype and cast is None and not getattr(module, "cast_input_dtype_enabled", True):
             return "dtype"  # PEFT does not cast x here, and raises
     return ""
