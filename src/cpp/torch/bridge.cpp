@@ -120,10 +120,9 @@ DType dtype_of(const Tensor& tensor, const char* op, const char* name) {
     case ScalarType::Half:
       return DType::kFloat16;
     default:
-      fail(StatusCode::kUnsupportedDtype,
-           std::string(op) + ": " + name + " has dtype number " +
-               std::to_string(static_cast<int>(tensor.scalar_type())) +
-               " of torch, expected float32, float64, bfloat16 or float16");
+      fail(StatusCode::kUnsupportedDtype, std::string(op) + ": " + name + " is " +
+                                              torch::headeronly::toString(tensor.scalar_type()) +
+                                              ", expected float32, float64, bfloat16 or float16");
   }
 }
 

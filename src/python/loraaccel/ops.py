@@ -40,7 +40,8 @@ def lora_linear(
     own dtype, only where required; a gradient of a gradient raises RuntimeError.
 
     Raises RuntimeError naming the argument, what was found and what was expected for wrong shapes, dtypes, a scaling
-    that is not finite or a probability outside [0, 1]; ValueError for tensors on different devices;
+    that is not finite or a probability outside [0, 1];
+    ValueError for tensors on different devices, TypeError for what is no tensor;
     NotImplementedError for the three dropouts that are not part of this version.
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """
@@ -49,16 +50,21 @@ def lora_linear(
             raise NotImplementedError(
                 f"lora_linear: {name}_dropout is {p}; this version has input_dropout only"
             )
-    _check_devices(x, weight, bias, lora_A, lora_B)
+    _check_tensors(x, weight, bias, lora_A, lora_B)
     dropout = input_dropout if training or not 0.0 <= input_dropout <= 1.0 else 0.0
     return lora_linear_adapters(x, weight, bias, (lora_A,), (lora_B,), [float(scaling)], [float(dropout)])
 
 
-def _check_devices(x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> None:
-    device = x.device
-    for name, t in (("weight", weight), ("bias", bias), ("lora_A", lora_a), ("lora_B", lora_b)):
-        if t is not None and t.device != device:
-            raise ValueError(f"lora_linear: {name} is on {t.device}, expected {device} as x")
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> None:
+    """What the dispatcher would report without naming the argument, or not at all."""
+    operands = {"x": x, "weight": weight, "bias": bias, "lora_A": lora_a, "lora_B": lora_b}
+    if bias is None:
+        del operands["bias"]
+    for name, t in operands.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"lora_linear: {name} is a {type(t).__name__}, expected a torch.Tensor")
+        if t.device != x.device:
+            raise ValueError(f"lora_linear: {name} is on {t.device}, expected {x.device} as x")
 
 
 def lora_linear_adapters(

@@ -28,6 +28,18 @@ class Ceilings:
     fma: dict[str, FmaCeiling]
     read_gbytes: float
 
+    def merged(self, other: Ceilings) -> Ceilings:
+        """The higher of both in everything: what else the machine does only ever lowers a ceiling."""
+        fma = {
+            name: FmaCeiling(
+                a.isa,
+                max(a.one_thread_gflops, other.fma[name].one_thread_gflops),
+                max(a.all_threads_gflops, other.fma[name].all_threads_gflops),
+            )
+            for name, a in self.fma.items()
+        }
+        return Ceilings(self.threads, fma, max(self.read_gbytes, other.read_gbytes))
+
 
 def _best_sum(probe: Callable[[], float], threads: int, repeats: int) -> float:
     """Sum over `threads` concurrent probes, best of `repeats`: what disturbs a probe only ever slows it down."""
@@ -59,7 +71,7 @@ def _fma_ceiling(dtype: str, threads: int, seconds: float) -> FmaCeiling:
     return FmaCeiling(isa, _best_sum(probe, 1, repeats), _best_sum(probe, threads, repeats))
 
 
-def measure(threads: int, seconds: float = 0.5) -> Ceilings:
+def measure(threads: int, seconds: float = 0.2) -> Ceilings:
     """Measure all ceilings, each for about `seconds`."""
     from loraaccel import _core
 
@@ -68,4 +80,4 @@ def measure(threads: int, seconds: float = 0.5) -> Ceilings:
         return gbytes
 
     fma = {name: _fma_ceiling(native, threads, seconds) for name, native in NATIVE_DTYPES.items()}
-    return Ceilings(threads, fma, _best_sum(read_probe, threads, 3))
+    return Ceilings(threads, fma, _best_sum(read_probe, threads, repeats=3))

@@ -38,6 +38,17 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def load_average() -> float | None:
+    """Programs that ran or wanted to, on average over the last minute; None where the system does not count them."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def describe(threads: int) -> dict[str, object]:
-    """CPU, cores, threads used and operating system."""
-    return {"cpu": cpu_model(), "cores": num_cores(), "threads": threads, "system": platform.platform()}
+    """CPU, cores, threads used, operating system, and how busy the machine was before the measurement."""
+    return {
+        "cpu": cpu_model(),
+        "cores": num_cores(),
+        "threads": threads,
+        "system": platform.platform(),
+        "load_average_before": load_average(),
+    }

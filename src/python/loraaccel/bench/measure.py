@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from loraaccel.bench.calls import CallCounter
-from loraaccel.bench.ceilings import Ceilings
 from loraaccel.bench.compare import Comparison, compare
 from loraaccel.bench.results import CaseResult, VariantResult
 from loraaccel.bench.variants import COMPILED, FROZEN, OURS, PEFT, Precision, Variants, copy_adapters
@@ -80,13 +79,10 @@ def _failures(checks: Mapping[str, list[Comparison]], counter: CallCounter, name
     return failures
 
 
-def _variant_result(
-    samples: Samples, checks: list[Comparison], flops: int | None, ceiling_gflops: float
-) -> VariantResult:
+def _variant_result(samples: Samples, checks: list[Comparison], flops: int | None) -> VariantResult:
     result = VariantResult(samples=samples)
     if flops is not None:
         result.gflops = flops / samples.median * 1e-9
-        result.share_of_fma_ceiling = result.gflops / ceiling_gflops
     if checks:
         worst = max(checks, key=lambda check: check.error / check.allowed)
         result.error, result.allowed_error = worst.error, worst.allowed
@@ -100,7 +96,6 @@ def measure_case(
     precision: Precision,
     rank: int,
     rounds: int,
-    ceilings: Ceilings,
     on_progress: Callable[[float], object],
 ) -> CaseResult:
     """Compile, compare, time, and for training compare again with the trained adapters.
@@ -126,10 +121,9 @@ def measure_case(
         copy_adapters(variants.modules[OURS], variants.modules[PEFT], variants.reference)
         checks[OURS].append(_checked(variants, [OURS], workload, precision)[OURS])
 
-    ceiling_gflops = ceilings.fma[precision.ceiling].all_threads_gflops
     results = {
         name: _variant_result(
-            samples[name], checks.get(name, []), workload.flops(0 if name == FROZEN else rank), ceiling_gflops
+            samples[name], checks.get(name, []), workload.flops(0 if name == FROZEN else rank)
         )
         for name in names
     }

@@ -30,7 +30,9 @@ def _bars(axes: Any, cases: list[CaseResult]) -> None:
                 capsize=2,
             )
             axes.bar_label(bar, [f"{spread.median * 1e3:.3g} ms"], fontsize=6, rotation=90, padding=3)
-    axes.set_xticks(range(len(cases)), [f"{case.case}\n{case.dtype}" for case in cases], fontsize=7)
+    axes.set_xticks(
+        range(len(cases)), ["\n".join([*case.case.split(", "), case.dtype]) for case in cases], fontsize=7
+    )
     axes.set_ylabel("time / median of PEFT")
     axes.margins(y=0.25)
 

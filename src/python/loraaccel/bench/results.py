@@ -61,6 +61,7 @@ class ModelResult:
 
     dtype: str
     dtype_note: str
+    ceiling: str  # key of Ceilings.fma
     config: dict[str, Any]
     base_parameters: int
     lora_parameters: int
@@ -78,6 +79,16 @@ class Report:
     ceilings: Ceilings
     models: list[ModelResult] = field(default_factory=list)
     seconds: float = 0.0
+
+    def set_ceilings(self, ceilings: Ceilings) -> None:
+        """Set the ceilings, and every share of them anew."""
+        self.ceilings = ceilings
+        for model in self.models:
+            gflops = ceilings.fma[model.ceiling].all_threads_gflops
+            for case in model.cases:
+                for variant in case.variants.values():
+                    if variant.gflops is not None:
+                        variant.share_of_fma_ceiling = variant.gflops / gflops
 
     @property
     def cases(self) -> list[CaseResult]:

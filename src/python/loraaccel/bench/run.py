@@ -60,6 +60,7 @@ def _make_model(family: Family, dtype: str, settings: Settings) -> tuple[Variant
     result = ModelResult(
         dtype=dtype,
         dtype_note=precision.note,
+        ceiling=precision.ceiling,
         config=dict(family.config),
         base_parameters=num_parameters(variants.modules[FROZEN], trainable=False),
         lora_parameters=num_parameters(variants.modules[PEFT], trainable=True),
@@ -94,7 +95,7 @@ def run(settings: Settings, on_progress: Callable[[str, float], object]) -> Repo
         machine=machine.describe(threads),
         versions=machine.versions(),
         settings=asdict(settings),
-        ceilings=ceilings.measure(threads, 0.2 if settings.quick else 0.5),
+        ceilings=ceilings.measure(threads),
     )
     for family in families(settings):
         for dtype in settings.dtypes:
@@ -112,7 +113,6 @@ def run(settings: Settings, on_progress: Callable[[str, float], object]) -> Repo
                         PRECISIONS[dtype],
                         family.rank,
                         settings.rounds,
-                        report.ceilings,
                         _share_reporter(on_progress, title, num_done),
                     )
                 )
@@ -120,5 +120,6 @@ def run(settings: Settings, on_progress: Callable[[str, float], object]) -> Repo
                 torch._dynamo.reset()  # compiled graphs hold their models
             del variants
             gc.collect()
+            report.set_ceilings(report.ceilings.merged(ceilings.measure(threads)))
     report.seconds = time.perf_counter() - start
     return report

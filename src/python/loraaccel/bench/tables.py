@@ -12,6 +12,7 @@ from loraaccel.bench.results import CaseResult, ModelResult, Report, VariantResu
 from loraaccel.bench.variants import COMPILED, NAMES, OURS, PEFT
 from loraaccel.timing import Spread
 
+BUSY_LOAD = 0.5  # programs per core
 TITLES = {
     "qkv": "(a) QKV projection with LoRA",
     "forward": "(b) UNet forward",
@@ -84,6 +85,12 @@ def _model_lines(model: ModelResult) -> Iterable[str]:
     if any(compiled):
         seconds = ", ".join(f"{value:.1f}" for value in compiled if value)
         yield f"  {COMPILED}: first calls took {seconds} s, left out of the times"
+    errors = [
+        (v.error / v.allowed_error, v.error) for c in model.cases if (v := c.variants[OURS]).error is not None
+    ]
+    if errors:
+        share, error = max(errors)
+        yield f"  {OURS}: largest relative error {error:.1e}, {share:.0%} of what is allowed"
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -92,6 +99,10 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['system']}"
     )
+    load = machine["load_average_before"]
+    if load is not None and load > BUSY_LOAD * machine["cores"]:
+        text = f"Other programs were running (load average {load:.1f} before the start): times are longer for it."
+        console.print(text, style="bold red")
     console.print(
         ", ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items())
     )
@@ -111,7 +122,7 @@ def print_report(report: Report, console: Console) -> None:
     )
     for model in report.models:
         for line in _model_lines(model):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False)
     for rows, config in {_rows(model): model.config for model in report.models}.items():
         text = ", ".join(f"{name}={value}" for name, value in config.items())
         console.print(f"configuration of {rows}: {text}", highlight=False, markup=False)

@@ -14,7 +14,7 @@ from .settings import package_file
 
 # query, key, value, attention output and both MLP layers of every encoder layer: 6 x 6 linear layers.
 TARGET_MODULES = r"encoder\.encoder\.layer\.\d+\..*\.(query|key|value|dense)"
-# Fixed, so that the size of an update does not grow with the rank; scale 2 at rank 8.
+# Fixed, so that the size of an update does not grow with the rank (see Note [Calm training]); scale 2 at rank 8.
 LORA_ALPHA = 16
 
 

@@ -28,12 +28,12 @@ class Settings:
     """One run. Counts are in steps and rows; `num_threads` None keeps what torch chose."""
 
     out: Path
-    num_steps: int = 300
+    num_steps: int = 250
     batch_size: int = 32
     rank: int = 8
     num_threads: int | None = None
     seed: int = 0
-    num_evals: int = 6  # held-out evaluations after the initial one
+    num_evals: int = 4  # held-out evaluations after the initial one
 
 
 def require_packages() -> None:
