@@ -45,6 +45,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loraaccel' has no attribute {name!r}")
     import importlib
 
+    from loraaccel import _native
+
+    _native.load_operators()  # says what to do where torch is missing or too old
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraaccel import _native, _runtime
+from loraaccel import _eager, _native, _runtime
 
 _native.load_operators()
 _runtime.apply_num_threads()
@@ -30,15 +30,31 @@ _NO_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def _refuse_double_backward(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """In a backward pass that builds a graph, outputs whose own backward raises. (torch's once_differentiable returns
-    constants where the incoming gradient needs no gradient: a second derivative would silently be zero.)"""
-    if not torch.is_grad_enabled():
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """The gradients of a backward pass that builds a graph, tied to what they depend on: differentiating them raises.
+
+    torch's once_differentiable gives constants where the incoming gradient needs no gradient, and a second derivative
+    would silently be zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:  # gradients, then what they depend on
+        ctx.set_materialize_grads(False)
+        return tuple(g.view_as(g) for g in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(_DOUBLE_BACKWARD)
+
+
+def _refuse_double_backward(
+    grads: Sequence[Tensor | None], sources: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    some = [g for g in grads if g is not None]
+    if not some or not torch.is_grad_enabled():
         return grads
-    some = [g.detach().requires_grad_() for g in grads if g is not None]
-    guarded = torch._C._functions.DelayedError(_DOUBLE_BACKWARD, len(some))(*some) if some else ()
-    rest = iter(guarded if isinstance(guarded, (tuple, list)) else (guarded,))
-    return [None if g is None else next(rest) for g in grads]
+    guarded = iter(_RefuseDoubleBackward.apply(len(some), *some, *sources))
+    return [None if g is None else next(guarded) for g in grads]
 
 
 def forward_below(
@@ -84,13 +100,19 @@ class LoraLinearFunction(torch.autograd.Function):
         if cast is not None:
             ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y, hidden, x, weight = forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)
-        ctx.save_for_backward(x, weight, hidden, seed, *adapters)
+        # Only what some gradient needs: x may be large, and a user may change it in place where nothing needs it.
+        needs = ctx.needs_input_grad
+        needs_x = needs[1] or any(needs[7::2])
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.save_for_backward(x if needs_x else None, weight, hidden, seed, *adapters)
         ctx.scalings, ctx.dropouts = scalings, dropouts
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, hidden, seed, *adapters = ctx.saved_tensors
+        if x is None:  # nothing reads it, the operator wants to know its shape
+            x = torch.empty((), dtype=ctx.dtype, device=weight.device).expand(ctx.shape)
         needs = ctx.needs_input_grad
         mask = [needs[0], needs[1], needs[2], *needs[7:]]
         with _below_autograd():
@@ -110,11 +132,38 @@ class LoraLinearFunction(torch.autograd.Function):
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
         if ctx.dtypes is not None:
             grads[:3] = [None if g is None else g.to(t) for g, t in zip(grads[:3], ctx.dtypes, strict=True)]
-        gx, gw, gb, *gab = _refuse_double_backward(grads)
+        gx, gw, gb, *gab = _refuse_double_backward(grads, (grad, x, weight, *adapters))
         return gx, gw, gb, None, None, None, None, *gab
 
 
+def _is_batched(grad: Tensor) -> bool:
+    """Many gradients at once: torch.autograd.grad(is_grads_batched=True), jacobian(vectorize=True)."""
+    return torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad)
+
+
+def _batched_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    adapters: Sequence[Tensor],
+    hidden: Tensor,
+    scalings: list[float],
+    dropouts: list[float],
+    mask: list[bool],
+) -> list[Tensor]:
+    """The formulas in plain torch, which knows how to batch them; only the gradients that the mask asks for."""
+    if any(dropouts):
+        raise RuntimeError("loraaccel::lora_linear: batched gradients with active dropout are not supported")
+    grads = _eager.lora_linear_backward(grad, x, weight, adapters, hidden, scalings)
+    return [g for g, m in zip(grads, mask, strict=True) if m]
+
+
 # ---- the same for the dispatcher: torch.compile, torch.export, direct users of torch.ops ----
+
+
+def _check_seed(op: str, seed: Tensor | None) -> None:
+    if seed is not None and seed.device.type != "cpu":
+        raise ValueError(f"loraaccel::{op}: seed is on {seed.device}, expected cpu")
 
 
 @torch.library.register_fake("loraaccel::lora_linear")
@@ -129,6 +178,7 @@ def _forward_fake(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     torch._check(x.dim() >= 1, lambda: "loraaccel::lora_linear: x has no dimensions, expected [..., K]")
+    _check_seed("lora_linear", seed)
     for name, t in [
         ("weight", weight),
         ("bias", bias),
@@ -162,6 +212,7 @@ def _backward_fake(
     seed: Tensor | None,
     output_mask: list[bool],
 ) -> list[Tensor]:
+    _check_seed("lora_linear_backward", seed)
     dense = torch.contiguous_format
     outputs = [torch.empty_like(x, memory_format=dense)] if output_mask[0] else []
     if output_mask[1]:
@@ -192,14 +243,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
     x, weight, hidden, seed, *adapters = ctx.saved_tensors
     n = ctx.adapters
+    numbers: list[None] | None = (
+        None if n else []
+    )  # an empty list of numbers is taken for an empty list of tensors
     if grad is None:
-        return None, None, None, [None] * n, [None] * n, None, None, None
+        return None, None, None, [None] * n, [None] * n, numbers, numbers, None
     lora_a, lora_b = adapters[:n], adapters[n:]
     wanted = iter(
         backward_op(grad, x, weight, lora_a, lora_b, hidden, ctx.scalings, ctx.dropouts, seed, ctx.wanted)
     )
     gx, gw, gb, *gab = [next(wanted) if m else None for m in ctx.wanted]
-    return gx, gw, gb, gab[0::2], gab[1::2], None, None, None
+    return gx, gw, gb, gab[0::2], gab[1::2], numbers, numbers, None
 
 
 def _backward_of_backward(ctx: Any, *grads: Any) -> Any:
@@ -213,7 +267,7 @@ torch.library.register_autograd("loraaccel::lora_linear_backward", _backward_of_
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """The type that autocast gives a linear layer on these operands; None where it leaves them alone."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows no autocast for meta
         return None
     if x.dtype == torch.float64 or weight.dtype == torch.float64:
         return None

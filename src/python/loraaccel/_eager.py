@@ -24,3 +24,31 @@ def lora_linear(
         x = x.to(a.dtype)
         y = y + F.linear(F.linear(F.dropout(x, p), a), b) * scaling
     return y.to(dtype)
+
+
+def lora_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    adapters: Sequence[Tensor],
+    hidden: Tensor,
+    scalings: Sequence[float],
+) -> list[Tensor]:
+    """Gradients of x, weight, bias, then A and B of each adapter (`adapters` alternates them), without dropout.
+
+    hidden [M, sum of R] is what the forward operator returned beside y.
+    """
+    sums = hidden.dtype
+    g = grad.reshape(-1, grad.shape[-1]).to(sums)
+    rows = x.reshape(-1, x.shape[-1]).to(sums)
+    gx = g @ weight.to(sums)
+    pairs = []
+    start = 0
+    for a, b, scaling in zip(adapters[0::2], adapters[1::2], scalings, strict=True):
+        u = (g @ b.to(sums)) * scaling
+        h = hidden[:, start : start + a.shape[0]]
+        start += a.shape[0]
+        gx = gx + u @ a.to(sums)
+        pairs += [(u.transpose(0, 1) @ rows).to(a.dtype), ((g.transpose(0, 1) @ h) * scaling).to(b.dtype)]
+    gw = (g.transpose(0, 1) @ rows).to(weight.dtype)
+    return [gx.to(x.dtype).reshape(x.shape), gw, g.sum(0).to(weight.dtype), *pairs]

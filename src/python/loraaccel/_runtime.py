@@ -19,7 +19,7 @@ def _operators() -> ctypes.CDLL | None:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Kernels in order of choice: {"op", "name", "available", "reason"}; reason says why not, or is empty.
+    """Kernels in order of choice: {"op", "name", "available", "reason"}; reason: why not.
 
     ``LORAACCEL_FORCE_KERNEL=<name>`` makes every operator use that one; a call it cannot serve raises.
     """

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from loraaccel import _eager, _state
 from loraaccel._autograd import LoraLinearFunction, autocast_dtype, forward_below, forward_op
@@ -95,13 +96,19 @@ LoraLinearCall: TypeAlias = tuple[
 def run_lora_linear(call: LoraLinearCall) -> Tensor:
     """The operator by the cheapest way that gives the gradients which may be asked for."""
     x, weight, bias, lora_a, lora_b, scalings, dropouts, cast = call
-    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64) if any(dropouts) else None
+    # device: not torch.set_default_device's, the operator reads the two numbers on the host.
+    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device="cpu") if any(dropouts) else None
     if torch.compiler.is_compiling():
         if cast is not None:
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
         return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)[0]
-    if torch.is_grad_enabled():
+    if (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    ):
+        # (The last two have no fused form, and the Function says so.)
         pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
         return LoraLinearFunction.apply(x, weight, bias, seed, scalings, dropouts, cast, *pairs)
     return forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from loraaccel import _state
 from loraaccel._state import disabled
-from loraaccel.integrations.forward import FusedForward
+from loraaccel.integrations import patched
 
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
@@ -25,7 +25,7 @@ class ModuleReport:
 
     name: str  # as in model.named_modules()
     kind: str  # operator that stands for it: "lora_linear"; the class name where there is none
-    fused: bool  # with the module as it is; a state that changes later (merged, disabled) is followed at each call
+    fused: bool  # as the module is; a state that changes later (merged, disabled) is followed at each call
     reason: str  # code of integrations.reasons.REASONS, empty where fused
 
 
@@ -69,15 +69,17 @@ def patch(
 ) -> PatchReport:
     """Routes the LoRA layers of a model through loraaccel's operators, in place.
 
-    Every LoRA module gets a ``forward`` attribute; class, parameters, state dict, hooks and dtypes stay as they are.
-    Each call looks at the module anew: set_adapter, merge, disable_adapter, set_scale and replaced weights are
-    followed, and a state that has no fused form runs the module's own forward. Modules added to the model later need
-    another call; patching twice changes nothing.
+    Every LoRA module becomes an instance of a subclass of its class with the same name and one more attribute; its
+    parameters, state dict, hooks and dtypes stay as they are. Each call looks at the module anew: set_adapter, merge,
+    disable_adapter, set_scale and replaced weights are followed, and a state that has no fused form runs the module's
+    own forward. Modules added to the model later need another call; patching twice changes nothing. Copies and
+    pickles of a patched model are patched models (loading such a pickle needs loraaccel; state dicts do not).
 
     kinds: operators to use, a subset of {"lora_linear"}; None is all.
     strict: raise RuntimeError, with the model unchanged, if any LoRA module falls back.
     verify: in the first ``verify`` calls of each module run its own forward too, compare, warn and go back to it for
-    good where the difference exceeds the bound (calls with active dropout are not compared).
+    good where the outputs differ by more than the bound. Calls with active dropout are not compared, nor are
+    gradients; an adapter that is still zero (B = 0 before training) shows nothing of its branch.
 
     With ``LORAACCEL=0`` nothing is patched and the report says so. Raises TypeError for something that is no nn.Module,
     ValueError for an unknown kind, ImportError where the operators cannot be loaded.
@@ -88,33 +90,29 @@ def patch(
     if unknown:
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)
-    found: list[tuple[nn.Module, ModuleReport, Callable[[], None] | None]] = []
-    for name, module, kind in _lora_modules(model):
-        reason, install = _plan(module, name, kind, wanted, verify)
-        found.append((module, ModuleReport(name, kind, not reason, reason), install))
+    found = [(module, *_decide(module, name, kind, wanted)) for name, module, kind in _lora_modules(model)]
     report = PatchReport(tuple(entry for _, entry, _ in found))
+    if _state.SWITCHED_OFF:
+        return report
     if strict and report.num_fallback:
         listed = "; ".join(f"{m.name}: {m.reason}" for m in report.modules if not m.fused)
         raise RuntimeError(
             f"patch: strict, and {report.num_fallback} LoRA modules have no fused form: {listed}"
         )
-    if not _state.SWITCHED_OFF:
-        for _, _, install in found:
-            if install is not None:
-                install()
+    for module, entry, never in found:
+        if entry.reason == "forward_replaced":
+            continue
+        state = patched.state_of(module)
+        if state is None or state.reason != never:
+            patched.install(module, patched.PatchState(entry.name, never, verify))
     return report
 
 
 def unpatch(model: nn.Module) -> int:
-    """Takes `patch` back: every forward is the object it was before. Returns the number of modules restored."""
+    """Takes `patch` back: every module is what it was before. Returns the number of modules restored."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model is a {type(model).__name__}, expected a torch.nn.Module")
-    restored = 0
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), FusedForward):
-            del module.__dict__["forward"]
-            restored += 1
-    return restored
+    return sum(patched.remove(module) for module in model.modules())
 
 
 def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -127,29 +125,25 @@ def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, module, kind
 
 
-def _plan(
-    module: nn.Module, name: str, kind: str, wanted: frozenset[str], verify: int
-) -> tuple[str, Callable[[], None] | None]:
-    """(reason for falling back or "", what installs the patched forward or None where there is nothing to install)."""
+def _decide(module: nn.Module, name: str, kind: str, wanted: frozenset[str]) -> tuple[ModuleReport, str]:
+    """What to report, and the reason for never fusing this module (empty: each call decides)."""
     from loraaccel.integrations import peft
 
+    state = patched.state_of(module)
+    never = ""
+    if kind not in KINDS:
+        never = "unsupported_module"
+    elif kind not in wanted:
+        never = "kind_excluded"
+    elif state is not None and state.reason == "verify_failed":
+        never = "verify_failed"
     if _state.SWITCHED_OFF:
-        return "switched_off", None
-    current = module.__dict__.get("forward")
-    if current is not None and not isinstance(current, FusedForward):
-        return "forward_replaced", None
-    fuse = kind in KINDS and kind in wanted
-    if not fuse:
-        reason = "kind_excluded" if kind in KINDS else "unsupported_module"
+        reason = "switched_off"
+    elif "forward" in module.__dict__:
+        reason = "forward_replaced"
     else:
-        reason = peft.why_not_module(module)
-    if current is not None:
-        return reason, None
-
-    def install() -> None:
-        module.__dict__["forward"] = FusedForward(module, name, fuse, reason if not fuse else "", verify)
-
-    return reason, install
+        reason = never or peft.why_not_module(module)
+    return ModuleReport(name, kind, not reason, reason), never
 
 
 def warn_rolled_back(name: str, error: float, bound: float) -> None:

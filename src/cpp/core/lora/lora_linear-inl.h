@@ -7,7 +7,7 @@
 
 constexpr int kWidth = 2 * V::kLanes;
 // Sums longer than this are split: error grows with the square root of the block length instead of the whole length.
-constexpr int64_t kSumBlock = 256;
+constexpr int64_t kSumBlock = 128;
 
 template <class T>
 inline void load_two(const T* p, int n, V::F* v) {
@@ -59,6 +59,21 @@ inline void multiply_add(V::F (&acc)[MR][2], const float* left, int64_t stride, 
   }
 }
 
+// Adds acc to `total` (or makes it the total) and starts acc from zero.
+template <int MR>
+inline void fold(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      float* t = total[i] + h * V::kLanes;
+      V::store(t, *has_total ? V::add(V::load(t), acc[i][h]) : acc[i][h]);
+      acc[i][h] = V::zero();
+    }
+  }
+  *has_total = true;
+}
+
 // The sum over `depth` in blocks: all but the last block go through `total`, the last one stays in acc.
 template <int MR, class TR>
 inline void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total,
@@ -66,14 +81,7 @@ inline void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth],
                                  int64_t right_stride, int n, int64_t depth) {
   while (depth > kSumBlock) {
     multiply_add<MR>(acc, left, stride, right, right_stride, n, kSumBlock);
-    for (int i = 0; i < MR; ++i) {
-      for (int h = 0; h < 2; ++h) {
-        float* t = total[i] + h * V::kLanes;
-        V::store(t, *has_total ? V::add(V::load(t), acc[i][h]) : acc[i][h]);
-        acc[i][h] = V::zero();
-      }
-    }
-    *has_total = true;
+    fold<MR>(acc, total, has_total);
     left += kSumBlock;
     right += kSumBlock * right_stride;
     depth -= kSumBlock;
@@ -93,8 +101,10 @@ void product_tile(const PanelProduct& p, int64_t row) {
                              p.panel, kWidth, kWidth, p.depth);
   }
   if (p.depth2 > 0) {
-    multiply_add<MR>(acc, p.left2 + row * p.left2_stride, p.left2_stride, p.panel2, kWidth, kWidth,
-                     p.depth2);
+    // A block of its own: in the accumulator of the first product each of its steps would be rounded at that one's size.
+    if (p.depth > 0) fold<MR>(acc, total, &has_total);
+    multiply_add_blocked<MR>(acc, total, &has_total, p.left2 + row * p.left2_stride, p.left2_stride,
+                             p.panel2, kWidth, kWidth, p.depth2);
   }
   V::F bias[2] = {V::zero(), V::zero()};
   if (p.bias != nullptr) load_two(p.bias, kWidth, bias);

@@ -59,6 +59,28 @@ Status dropped_input(const ExecContext& ctx, const DropoutSpec& d, const TensorV
   return Status();
 }
 
+// scale * a b in scratch. (With beta = 1 a GEMM may add to the large output step by step, and round each step.)
+Status update_product(const ExecContext& ctx, const TensorView& a, const TensorView& b,
+                      double scale, Scratch<double>* update) {
+  if (!update->allocate(ctx, a.rows() * b.cols())) return out_of_memory(kOp);
+  return lend_gemm(
+      ctx, a, b, TensorView::matrix(update->data(), DType::kFloat64, a.rows(), b.cols()), scale, 0);
+}
+
+// out += D(update)
+void add_update(const ExecContext& ctx, const DropoutSpec& dropout, const double* update,
+                const TensorView& out) {
+  auto* to = static_cast<double*>(out.data);
+  const int64_t cols = out.cols();
+  const auto add = [&](int64_t m, int64_t k, double factor) {
+    to[m * out.stride[0] + k * out.stride[1]] += update[m * cols + k] * factor;
+  };
+  if (dropout.p > 0) return for_dropout(ctx, dropout, out.rows(), cols, add);
+  parallel_for(ctx, out.rows(), [&](int64_t m) {
+    for (int64_t k = 0; k < cols; ++k) add(m, k, 1);
+  });
+}
+
 Status forward_float64(const ExecContext& ctx, const LoraLinearArgs& args) {
   int64_t start = 0;
   for (const LoraAdapter& ad : args.adapters) {
@@ -67,7 +89,9 @@ Status forward_float64(const ExecContext& ctx, const LoraLinearArgs& args) {
     TensorView x;
     LORAACCEL_RETURN_IF_ERROR(dropped_input(ctx, ad.dropout, args.x, &scratch, &x));
     LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, x, ad.a.transposed(), h, 1, 0));
-    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, h, ad.b.transposed(), args.y, ad.scale, 1));
+    Scratch<double> update;
+    LORAACCEL_RETURN_IF_ERROR(update_product(ctx, h, ad.b.transposed(), ad.scale, &update));
+    add_update(ctx, {}, update.data(), args.y);
     start += ad.a.rows();
   }
   return Status();
@@ -75,7 +99,6 @@ Status forward_float64(const ExecContext& ctx, const LoraLinearArgs& args) {
 
 Status backward_float64(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
   const int64_t rows = args.x.rows();
-  const int64_t inputs = args.x.cols();
   int64_t start = 0;
   for (size_t i = 0; i < args.adapters.size(); ++i) {
     const LoraAdapter& ad = args.adapters[i];
@@ -84,18 +107,8 @@ Status backward_float64(const ExecContext& ctx, const LoraLinearBackwardArgs& ar
     const TensorView u = TensorView::matrix(u_scratch.data(), DType::kFloat64, rows, ad.a.rows());
     LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.dy, ad.b, u, ad.scale, 0));
     if (args.grads.dx.defined()) {
-      const TensorView& dx = args.grads.dx;
-      if (ad.dropout.p <= 0) {
-        LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, u, ad.a, dx, 1, 1));
-      } else {
-        if (!update.allocate(ctx, rows * inputs)) return out_of_memory(kOp);
-        LORAACCEL_RETURN_IF_ERROR(lend_gemm(
-            ctx, u, ad.a, TensorView::matrix(update.data(), DType::kFloat64, rows, inputs), 1, 0));
-        auto* out = static_cast<double*>(dx.data);
-        for_dropout(ctx, ad.dropout, rows, inputs, [&](int64_t m, int64_t k, double factor) {
-          out[m * dx.stride[0] + k * dx.stride[1]] += update.data()[m * inputs + k] * factor;
-        });
-      }
+      LORAACCEL_RETURN_IF_ERROR(update_product(ctx, u, ad.a, 1, &update));
+      add_update(ctx, ad.dropout, update.data(), args.grads.dx);
     }
     if (args.grads.da[i].defined()) {
       TensorView x;
@@ -135,7 +148,7 @@ Status lora_linear_backward_borrowed(const ExecContext& ctx, const LoraLinearBac
     LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.dy.transposed(), args.x, grads.dw, 1, 0));
   Scratch<char> x_copy, dy_copy;
   AnyRows x, dy;
-  LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, kOp, args.x, &x_copy, &x));
+  if (needs_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, kOp, args.x, &x_copy, &x));
   LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, kOp, args.dy, &dy_copy, &dy));
   if (grads.dbias.defined()) column_sums(ctx, dy, args.dy.rows(), grads.dbias);
   if (args.adapters.empty()) return Status();
@@ -145,8 +158,7 @@ Status lora_linear_backward_borrowed(const ExecContext& ctx, const LoraLinearBac
   RankBackward rank;
   LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, args));
   if (grads.dx.defined()) {
-    LORAACCEL_RETURN_IF_ERROR(rank.add_plain(simd, ctx, args));
-    LORAACCEL_RETURN_IF_ERROR(rank.add_dropped(simd, ctx, args));
+    LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, args, /*plain_too=*/true));
   }
   return rank.adapter_gradients(simd, ctx, args, x, dy);
 }

@@ -114,29 +114,37 @@ Status RankPanels::build(const LoraSimd& simd, const ExecContext& ctx,
 
 namespace {
 
-// c += left2 panels, one pass over c; c has unit columns.
+// c = [c +] left2 panels for the rows of c, one pass over c; c has unit columns.
+void rank_rows(const LoraSimd& simd, const float* left2, int64_t left2_stride,
+               const RankPanels& panels, const TensorView& c, bool add) {
+  PanelProduct p{};
+  p.left2 = left2;
+  p.left2_stride = left2_stride;
+  p.depth2 = panels.depth();
+  p.c_stride = c.stride[0];
+  p.c_dtype = c.dtype;
+  p.m = c.rows();
+  p.add = add;
+  const auto element = static_cast<int64_t>(dtype_size_bytes(c.dtype));
+  for (int64_t col = 0; col < c.cols(); col += simd.width) {
+    p.panel2 = panels.panel(col / simd.width);
+    p.c = static_cast<char*>(c.data) + col * element;
+    p.n = static_cast<int>(std::min<int64_t>(simd.width, c.cols() - col));
+    simd.product(p);
+  }
+}
+
+// c += left2 panels, on all threads.
 void add_rank_product(const LoraSimd& simd, const ExecContext& ctx, const float* left2,
                       int64_t left2_stride, const RankPanels& panels, const TensorView& c) {
-  const int64_t rows = c.rows();
-  const int64_t cols = c.cols();
-  const int64_t block = row_block(ctx, rows);
+  const int64_t block = row_block(ctx, c.rows());
   const auto element = static_cast<int64_t>(dtype_size_bytes(c.dtype));
-  parallel_for(ctx, ceil_div(rows, block), [&](int64_t task) {
+  parallel_for(ctx, ceil_div(c.rows(), block), [&](int64_t task) {
     const int64_t row0 = task * block;
-    PanelProduct p{};
-    p.left2 = left2 + row0 * left2_stride;
-    p.left2_stride = left2_stride;
-    p.depth2 = panels.depth();
-    p.c_stride = c.stride[0];
-    p.c_dtype = c.dtype;
-    p.m = std::min(block, rows - row0);
-    p.add = true;
-    for (int64_t col = 0; col < cols; col += simd.width) {
-      p.panel2 = panels.panel(col / simd.width);
-      p.c = static_cast<char*>(c.data) + (row0 * c.stride[0] + col) * element;
-      p.n = static_cast<int>(std::min<int64_t>(simd.width, cols - col));
-      simd.product(p);
-    }
+    TensorView part = c;
+    part.data = static_cast<char*>(c.data) + row0 * c.stride[0] * element;
+    part.shape[0] = std::min(block, c.rows() - row0);
+    rank_rows(simd, left2 + row0 * left2_stride, left2_stride, panels, part, /*add=*/true);
   });
 }
 
@@ -198,57 +206,71 @@ Status RankBackward::prepare(const LoraSimd& simd, const ExecContext& ctx,
   return Status();
 }
 
-Status RankBackward::add_plain(const LoraSimd& simd, const ExecContext& ctx,
-                               const LoraLinearBackwardArgs& args) const {
-  RankPanels panels;
-  LORAACCEL_RETURN_IF_ERROR(panels.build(simd, ctx, args.adapters, RankFactor::kA, plain_));
-  if (panels.depth() != 0)
-    add_rank_product(simd, ctx, u_.data(), columns_.total, panels, args.grads.dx);
-  return Status();
-}
-
-Status RankBackward::add_dropped(const LoraSimd& simd, const ExecContext& ctx,
-                                 const LoraLinearBackwardArgs& args) const {
+Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx,
+                               const LoraLinearBackwardArgs& args, bool plain_too) const {
   const TensorView& dx = args.grads.dx;
-  const int64_t rows = dx.rows();
-  const int64_t cols = dx.cols();
-  const int64_t block = row_block(ctx, rows);
-  const auto element = static_cast<int64_t>(dtype_size_bytes(dx.dtype));
+  // One part for all adapters without dropout, one for each that has it.
+  struct Part {
+    RankPanels panels;
+    int64_t start = 0;
+    const DropoutSpec* dropout = nullptr;
+  };
+  std::vector<Part> parts(args.adapters.size() + 1);
+  size_t count = 0;
+  if (plain_too && plain_depth_ > 0) {
+    LORAACCEL_RETURN_IF_ERROR(
+        parts[count++].panels.build(simd, ctx, args.adapters, RankFactor::kA, plain_));
+  }
   for (size_t i = 0; i < args.adapters.size(); ++i) {
     if (plain_[i]) continue;
     std::vector<bool> only(args.adapters.size(), false);
     only[i] = true;
-    RankPanels panels;
-    LORAACCEL_RETURN_IF_ERROR(panels.build(simd, ctx, args.adapters, RankFactor::kA, only));
-    std::atomic<bool> no_memory{false};
-    parallel_for(ctx, ceil_div(rows, block), [&](int64_t task) {
-      const int64_t row0 = task * block;
-      const int64_t count = std::min(block, rows - row0);
-      Scratch<float> update;
-      if (!update.allocate(ctx, count * cols)) {
-        no_memory = true;
-        return;
-      }
-      PanelProduct p{};
-      p.left2 = u_.data() + row0 * columns_.total + columns_.start[i];
-      p.left2_stride = columns_.total;
-      p.depth2 = panels.depth();
-      p.c_stride = cols;
-      p.c_dtype = DType::kFloat32;
-      p.m = count;
-      for (int64_t col = 0; col < cols; col += simd.width) {
-        p.panel2 = panels.panel(col / simd.width);
-        p.c = update.data() + col;
-        p.n = static_cast<int>(std::min<int64_t>(simd.width, cols - col));
-        simd.product(p);
-      }
-      simd.dropout_add(update.data(), cols,
-                       dropout_block(args.adapters[i].dropout, row0, count, 0, cols), dx.dtype,
-                       static_cast<char*>(dx.data) + row0 * dx.stride[0] * element, dx.stride[0]);
-    });
-    if (no_memory) return out_of_memory(kOp);
+    Part& part = parts[count++];
+    part.start = columns_.start[i];
+    part.dropout = &args.adapters[i].dropout;
+    LORAACCEL_RETURN_IF_ERROR(part.panels.build(simd, ctx, args.adapters, RankFactor::kA, only));
   }
-  return Status();
+  if (count == 0) return Status();
+  if (count == 1 && parts[0].dropout == nullptr) {
+    add_rank_product(simd, ctx, u_.data(), columns_.total, parts[0].panels, dx);
+    return Status();
+  }
+  const int64_t rows = dx.rows();
+  const int64_t cols = dx.cols();
+  const int64_t block = row_block(ctx, rows);
+  const auto element = static_cast<int64_t>(dtype_size_bytes(dx.dtype));
+  std::atomic<bool> no_memory{false};
+  parallel_for(ctx, ceil_div(rows, block), [&](int64_t task) {
+    const int64_t row0 = task * block;
+    const int64_t m = std::min(block, rows - row0);
+    Scratch<float> sum;
+    Scratch<float> update;
+    if (!update.allocate(ctx, m * cols) || (count > 1 && !sum.allocate(ctx, m * cols))) {
+      no_memory = true;
+      return;
+    }
+    // With several parts their sum is made first, so that dx is rounded once for all of them.
+    for (size_t i = 0; i < count; ++i) {
+      const Part& part = parts[i];
+      const bool first_plain = part.dropout == nullptr;
+      const TensorView out =
+          TensorView::matrix(first_plain ? sum.data() : update.data(), DType::kFloat32, m, cols);
+      rank_rows(simd, u_.data() + row0 * columns_.total + part.start, columns_.total, part.panels,
+                out,
+                /*add=*/false);
+      if (first_plain) continue;
+      if (count > 1) {
+        if (i == 0) std::fill(sum.data(), sum.data() + m * cols, 0.0F);
+        simd.dropout_add(update.data(), cols, dropout_block(*part.dropout, row0, m, 0, cols),
+                         DType::kFloat32, sum.data(), cols);
+      }
+    }
+    const DropoutBlock last =
+        dropout_block(count > 1 ? DropoutSpec{} : *parts[0].dropout, row0, m, 0, cols);
+    simd.dropout_add(count > 1 ? sum.data() : update.data(), cols, last, dx.dtype,
+                     static_cast<char*>(dx.data) + row0 * dx.stride[0] * element, dx.stride[0]);
+  });
+  return no_memory ? out_of_memory(kOp) : Status();
 }
 
 namespace {
@@ -259,7 +281,7 @@ Status wide_outer(const LoraSimd& simd, const ExecContext& ctx, const float* lef
                   int64_t rank, const AnyRows& right, int64_t cols, const DropoutSpec& dropout,
                   float* out) {
   constexpr int64_t kColumnBlock = 256;  // a multiple of kDropoutGroup and of every panel width
-  constexpr int64_t kDropoutRows = 256;
+  constexpr int64_t kDropoutRows = 128;
   static_assert(kColumnBlock % kDropoutGroup == 0);
   std::atomic<bool> no_memory{false};
   const int64_t block =
@@ -268,7 +290,7 @@ Status wide_outer(const LoraSimd& simd, const ExecContext& ctx, const float* lef
   parallel_for(ctx, ceil_div(cols, block), [&](int64_t task) {
     const int64_t col0 = task * block;
     const int64_t count = std::min(block, cols - col0);
-    if (dropout.p <= 0) {
+    if (dropout.p <= 0 || rows == 0) {
       simd.outer(left, rows, right.dtype, right.at(0, col0), right.stride, out + col0, cols, rank,
                  rows, count, false);
       return;
@@ -320,6 +342,12 @@ Status RankBackward::adapter_gradients(const LoraSimd& simd, const ExecContext& 
     }
   }
   return Status();
+}
+
+bool needs_input(const LoraLinearBackwardArgs& args) {
+  const auto& da = args.grads.da;
+  return args.grads.dw.defined() ||
+         std::any_of(da.begin(), da.end(), [](const TensorView& v) { return v.defined(); });
 }
 
 void column_sums(const ExecContext& ctx, const AnyRows& dy, int64_t rows, const TensorView& out) {

@@ -55,12 +55,10 @@ class RankBackward {
   // True for the adapters without dropout.
   const std::vector<bool>& plain() const { return plain_; }
 
-  // dx += sum of u A over the adapters without dropout; dx has unit columns.
-  Status add_plain(const LoraSimd& simd, const ExecContext& ctx,
-                   const LoraLinearBackwardArgs& args) const;
-  // dx += sum of D(u A) over the adapters with dropout; dx has unit columns.
-  Status add_dropped(const LoraSimd& simd, const ExecContext& ctx,
-                     const LoraLinearBackwardArgs& args) const;
+  // dx += sum of D(u A) over the adapters with dropout, and u A over those without where `plain_too`. All parts are added
+  // up first, so that dx is rounded once. dx has unit columns.
+  Status add_to_dx(const LoraSimd& simd, const ExecContext& ctx, const LoraLinearBackwardArgs& args,
+                   bool plain_too) const;
   // dA and dB of every adapter that wants them.
   Status adapter_gradients(const LoraSimd& simd, const ExecContext& ctx,
                            const LoraLinearBackwardArgs& args, const AnyRows& x,
@@ -73,6 +71,9 @@ class RankBackward {
   Scratch<float> u_, u_transposed_;
   Scratch<char> dy_copy_;
 };
+
+// True where some wanted gradient reads x. (A caller that keeps no x passes a view of the right shape only.)
+bool needs_input(const LoraLinearBackwardArgs& args);
 
 // dbias[n] = sum over m of dy[m][n], sums in double.
 void column_sums(const ExecContext& ctx, const AnyRows& dy, int64_t rows, const TensorView& out);

@@ -134,7 +134,9 @@ Status lora_linear_backward_simd(const LoraSimd& simd, const ExecContext& ctx,
   Scratch<float> dy_copy, x_copy, w_copy;
   Rows<float> dy, x, w;
   LORAACCEL_RETURN_IF_ERROR(rows_as<float>(ctx, kOp, args.dy, &dy_copy, &dy));
-  LORAACCEL_RETURN_IF_ERROR(rows_as<float>(ctx, kOp, args.x, &x_copy, &x));
+  if (needs_input(args)) {
+    LORAACCEL_RETURN_IF_ERROR(rows_as<float>(ctx, kOp, args.x, &x_copy, &x));
+  }
   const int64_t rows = args.x.rows();
   const int64_t inputs = args.x.cols();
   const int64_t outputs = args.w.rows();
@@ -153,7 +155,7 @@ Status lora_linear_backward_simd(const LoraSimd& simd, const ExecContext& ctx,
         wide_product(simd, ctx, product, [&](int64_t col, int count, float* panel) {
           simd.pack_rows(w.data + col, w.stride, count, outputs, panel);
         }));
-    LORAACCEL_RETURN_IF_ERROR(rank.add_dropped(simd, ctx, args));
+    LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, args, /*plain_too=*/false));
   }
   LORAACCEL_RETURN_IF_ERROR(rank.adapter_gradients(simd, ctx, args, any_x, any_dy));
   if (args.grads.dw.defined()) {

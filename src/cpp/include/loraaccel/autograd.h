@@ -4,7 +4,6 @@
 // first called, so libloraaccel must be in the process: link loraaccel::autograd, which keeps it there, or dlopen it.
 #pragma once
 
-#include <ATen/DeviceGuard.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/randint.h>
@@ -39,17 +38,21 @@ using torch::autograd::variable_list;
 using OptionalTensor = std::optional<Tensor>;
 using Numbers = at::ArrayRef<double>;
 
-using ForwardOp = std::tuple<Tensor, Tensor>(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                             at::TensorList lora_A, at::TensorList lora_B, Numbers scalings,
+using ForwardOp = std::tuple<Tensor, Tensor>(const Tensor& x, const Tensor& weight,
+                                             const OptionalTensor& bias, at::TensorList lora_A,
+                                             at::TensorList lora_B, Numbers scalings,
                                              Numbers dropouts, const OptionalTensor& seed);
-using BackwardOp = std::vector<Tensor>(const Tensor& grad, const Tensor& x, const Tensor& weight, at::TensorList lora_A,
-                                       at::TensorList lora_B, const Tensor& hidden, Numbers scalings, Numbers dropouts,
+using BackwardOp = std::vector<Tensor>(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                       at::TensorList lora_A, at::TensorList lora_B,
+                                       const Tensor& hidden, Numbers scalings, Numbers dropouts,
                                        const OptionalTensor& seed, at::ArrayRef<bool> output_mask);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  TORCH_CHECK(op.has_value(), name, ": no such operator, expected libloraaccel in the process (link loraaccel::autograd)");
+  TORCH_CHECK(
+      op.has_value(), name,
+      ": no such operator, expected libloraaccel in the process (link loraaccel::autograd)");
   return op->typed<Signature>();
 }
 
@@ -62,15 +65,18 @@ struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
     return out;
   }
   static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK(false, "loraaccel::lora_linear: the gradient of a gradient (create_graph) is not supported");
+    TORCH_CHECK(
+        false,
+        "loraaccel::lora_linear: the gradient of a gradient (create_graph) is not supported");
   }
 };
 
 struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
   // `adapters` holds A and B of each adapter in turn.
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                        at::TensorList adapters, const std::vector<double>& scalings,
-                        const std::vector<double>& dropouts, const OptionalTensor& seed) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, at::TensorList adapters,
+                        const std::vector<double>& scalings, const std::vector<double>& dropouts,
+                        const OptionalTensor& seed) {
     static const auto op = find_op<ForwardOp>("loraaccel::lora_linear");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [a, b] = unzip(adapters);
@@ -78,7 +84,7 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
     variable_list saved = {x, weight, std::move(hidden), seed.value_or(Tensor())};
     saved.insert(saved.end(), adapters.begin(), adapters.end());
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["scalings"] = scalings;
     ctx->saved_data["dropouts"] = dropouts;
     return y;
@@ -94,15 +100,18 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
     c10::SmallVector<bool, 16> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                        has_bias && ctx->needs_input_grad(2)};
     const size_t first_adapter = has_bias ? 3 : 2;
-    for (size_t i = 0; i < adapters.size(); ++i) mask.push_back(ctx->needs_input_grad(first_adapter + i));
+    for (size_t i = 0; i < adapters.size(); ++i)
+      mask.push_back(ctx->needs_input_grad(first_adapter + i));
 
     variable_list wanted;
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       const auto [a, b] = unzip(adapters);
       const OptionalTensor seed = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
-      wanted = op.call(grads[0], saved[0], saved[1], a, b, saved[2], ctx->saved_data["scalings"].toDoubleVector(),
-                       ctx->saved_data["dropouts"].toDoubleVector(), seed, at::ArrayRef<bool>(mask.data(), mask.size()));
+      wanted = op.call(grads[0], saved[0], saved[1], a, b, saved[2],
+                       ctx->saved_data["scalings"].toDoubleVector(),
+                       ctx->saved_data["dropouts"].toDoubleVector(), seed,
+                       at::ArrayRef<bool>(mask.data(), mask.size()));
     }
     if (at::GradMode::is_enabled()) {  // the caller builds a graph of this backward pass
       for (Tensor& g : wanted) g = g.detach().requires_grad_();
@@ -129,9 +138,12 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
   }
 };
 
-inline void check_device(const char* name, const Tensor& t, const Tensor& x) {
-  TORCH_CHECK_VALUE(!t.defined() || t.device() == x.device(), "loraaccel::lora_linear: ", name, " is on ", t.device(),
-                    ", expected ", x.device(), " as x");
+// The rest is checked in the operator, which cannot be called with these.
+inline void check_operand(const char* name, const Tensor& t, const Tensor& x) {
+  TORCH_CHECK_VALUE(t.defined(), "loraaccel::lora_linear: ", name,
+                    " is undefined, expected a tensor");
+  TORCH_CHECK_VALUE(t.device() == x.device(), "loraaccel::lora_linear: ", name, " is on ",
+                    t.device(), ", expected ", x.device(), " as x");
 }
 
 }  // namespace autograd_detail
@@ -141,7 +153,8 @@ inline void check_device(const char* name, const Tensor& t, const Tensor& x) {
 //
 //   y = x W^T + bias + sum_i scaling_i (D_i(x) A_i^T) B_i^T
 //
-// x [..., K], weight [N, K], bias [N] or none, y [..., N]. Any strides, any leading dimensions, zero rows, no adapters.
+// x [..., K], weight [N, K], bias [N] or none (an undefined tensor is none too), y [..., N]. Any strides, any leading
+// dimensions, zero rows, no adapters.
 // x, weight and bias share a dtype: float32, float64, bfloat16 or float16; y has it too. The adapters share it, or are
 // float32 beside 16-bit operands or 16-bit beside float32. Autocast is not looked at: cast the operands before.
 //
@@ -152,17 +165,20 @@ inline void check_device(const char* name, const Tensor& t, const Tensor& x) {
 // Throws std::exception (c10::Error, std::runtime_error) naming the argument, what was found and what was expected, for
 // wrong shapes, dtypes or devices, a scaling that is not finite or a probability outside [0, 1].
 // Thread-safe as torch's own operators are.
-inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias,
                               std::span<const LoraTensors> adapters, bool training = true) {
-  using autograd_detail::check_device;
-  check_device("weight", weight, x);
-  if (bias.has_value()) check_device("bias", *bias, x);
+  using autograd_detail::check_operand;
+  const bool has_bias = bias.has_value() && bias->defined();
+  check_operand("x", x, x);
+  check_operand("weight", weight, x);
+  if (has_bias) check_operand("bias", *bias, x);
   std::vector<at::Tensor> tensors;
   std::vector<double> scalings, dropouts;
   bool drops = false;
   for (const LoraTensors& ad : adapters) {
-    check_device("lora_A", ad.lora_A, x);
-    check_device("lora_B", ad.lora_B, x);
+    check_operand("lora_A", ad.lora_A, x);
+    check_operand("lora_B", ad.lora_B, x);
     tensors.insert(tensors.end(), {ad.lora_A, ad.lora_B});
     scalings.push_back(ad.scaling);
     // A probability that is none reaches the operator's check, training or not.
@@ -171,13 +187,16 @@ inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, con
     drops = drops || dropouts.back() != 0;
   }
   std::optional<at::Tensor> seed;
-  if (drops) seed = at::randint(int64_t{1} << 62, {2}, at::kLong);  // as the Python package draws it
-  return autograd_detail::LoraLinearFunction::apply(x, weight, bias, at::TensorList(tensors), scalings, dropouts, seed);
+  if (drops)
+    seed = at::randint(int64_t{1} << 62, {2}, at::kLong);  // as the Python package draws it
+  return autograd_detail::LoraLinearFunction::apply(
+      x, weight, has_bias ? bias : std::nullopt, at::TensorList(tensors), scalings, dropouts, seed);
 }
 
 // The same with one adapter: lora_A [R, K], lora_B [N, R], scaling = alpha / R.
-inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                              const at::Tensor& lora_A, const at::Tensor& lora_B, double scaling = 1,
+inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias, const at::Tensor& lora_A,
+                              const at::Tensor& lora_B, double scaling = 1,
                               const LoraLinearOptions& options = {}) {
   const LoraTensors adapter = {lora_A, lora_B, scaling, options.input_dropout};
   return lora_linear(x, weight, bias, {&adapter, 1}, options.training);

@@ -65,7 +65,7 @@ struct LoraLinearGrads {
 
 struct LoraLinearBackwardArgs {
   TensorView dy;                          // [M, N]  G, dtype of x
-  TensorView x;                           // [M, K]
+  TensorView x;                           // [M, K]  read only where dw or some da is wanted
   TensorView w;                           // [N, K]
   std::span<const LoraAdapter> adapters;  // as in the forward call
   TensorView h;           // as the forward call left it; may be undefined where no db is wanted

@@ -7,6 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+BUSY_LOAD = 0.5  # running programs per core
 PACKAGES = ("loraaccel", "torch", "peft", "diffusers", "transformers")
 
 
@@ -38,17 +39,22 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def load_average() -> float | None:
-    """Programs that ran or wanted to, on average over the last minute; None where the system does not count them."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+def busy() -> str | None:
+    """A sentence if other programs keep the cores busy, by the load average of the last minute."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    load = os.getloadavg()[0]
+    if load <= BUSY_LOAD * num_cores():
+        return None
+    return f"Other programs are running (load average {load:.1f} before the start): times are longer for it."
 
 
 def describe(threads: int) -> dict[str, object]:
-    """CPU, cores, threads used, operating system, and how busy the machine was before the measurement."""
+    """CPU, cores, threads used, operating system, and whether the machine is busy otherwise."""
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),
         "threads": threads,
         "system": platform.platform(),
-        "load_average_before": load_average(),
+        "busy": busy(),
     }

@@ -84,7 +84,7 @@ def _variant_result(samples: Samples, checks: list[Comparison], flops: int | Non
     if flops is not None:
         result.gflops = flops / samples.median * 1e-9
     if checks:
-        worst = max(checks, key=lambda check: check.error / check.allowed)
+        worst = max(checks, key=lambda check: (not check.ok, check.error / check.allowed))
         result.error, result.allowed_error = worst.error, worst.allowed
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,8 +26,10 @@ class VariantResult:
     allowed_error: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Times in seconds."""
+        """Times in seconds. An error that is not finite, which JSON has no number for, is null."""
         data = {name: value for name, value in vars(self).items() if name != "samples"}
+        if self.error is not None and not math.isfinite(self.error):
+            data["error"] = None
         if self.samples:
             data |= {f"{name}_seconds": value for name, value in asdict(self.samples.spread).items()}
             data["seconds"] = list(self.samples.seconds)

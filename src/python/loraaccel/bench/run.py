@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,7 +17,6 @@ from loraaccel.bench.qkv import QkvFamily
 from loraaccel.bench.results import ModelResult, Report
 from loraaccel.bench.unet import QUICK_SIZE, UNetFamily, UNetSize
 from loraaccel.bench.variants import (
-    COMPILED,
     FROZEN,
     PEFT,
     PRECISIONS,
@@ -116,7 +116,7 @@ def run(settings: Settings, on_progress: Callable[[str, float], object]) -> Repo
                         _share_reporter(on_progress, title, num_done),
                     )
                 )
-            if COMPILED in variants.modules:
+            if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()  # compiled graphs hold their models
             del variants
             gc.collect()

@@ -12,7 +12,6 @@ from loraaccel.bench.results import CaseResult, ModelResult, Report, VariantResu
 from loraaccel.bench.variants import COMPILED, NAMES, OURS, PEFT
 from loraaccel.timing import Spread
 
-BUSY_LOAD = 0.5  # programs per core
 TITLES = {
     "qkv": "(a) QKV projection with LoRA",
     "forward": "(b) UNet forward",
@@ -86,7 +85,9 @@ def _model_lines(model: ModelResult) -> Iterable[str]:
         seconds = ", ".join(f"{value:.1f}" for value in compiled if value)
         yield f"  {COMPILED}: first calls took {seconds} s, left out of the times"
     errors = [
-        (v.error / v.allowed_error, v.error) for c in model.cases if (v := c.variants[OURS]).error is not None
+        (variant.error / variant.allowed_error, variant.error)
+        for variant in (case.variants[OURS] for case in model.cases)
+        if variant.error is not None and variant.allowed_error is not None
     ]
     if errors:
         share, error = max(errors)
@@ -99,10 +100,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['system']}"
     )
-    load = machine["load_average_before"]
-    if load is not None and load > BUSY_LOAD * machine["cores"]:
-        text = f"Other programs were running (load average {load:.1f} before the start): times are longer for it."
-        console.print(text, style="bold red")
+    if machine["busy"]:
+        console.print(machine["busy"], style="bold red")
     console.print(
         ", ".join(f"{name} {version or 'not installed'}" for name, version in report.versions.items())
     )

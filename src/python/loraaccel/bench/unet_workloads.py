@@ -35,9 +35,8 @@ class Batch:
         prediction: torch.Tensor = output.sample
         return prediction
 
-    def loss(self, module: nn.Module) -> torch.Tensor:
+    def loss(self, prediction: torch.Tensor) -> torch.Tensor:
         """Mean squared error of the predicted noise, in fp32 or wider."""
-        prediction = self.predict(module)
         wide = torch.promote_types(prediction.dtype, torch.float32)
         return nn.functional.mse_loss(prediction.to(wide), self.noise.to(wide))
 
@@ -138,28 +137,33 @@ class EpochWorkload:
 
             def propagate() -> None:
                 for batch in batches:
-                    torch.autograd.grad(batch.loss(module), batch.sample)
+                    torch.autograd.grad(batch.loss(batch.predict(module)), batch.sample)
 
             return propagate
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE)
 
         def train() -> None:
             for batch in batches:
-                batch.loss(module).backward()
+                batch.loss(batch.predict(module)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
         return train
 
     def observe(self, module: nn.Module, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-        """Loss of the first batch, and its gradients joined by kind of layer.
+        """Prediction for the first batch, and the gradients joined by kind of layer.
 
-        Joined, because the gradient of a single layer may be small enough to consist of rounding only.
+        Joined, because the gradient of a single layer may be small enough to consist of rounding only. The loss is left
+        out: the rounding error of a single number may be zero by chance, and is no measure for that of another variant.
         """
         batch = self._batches(dtype)[0]
         named = {name: p for name, p in module.train().named_parameters() if p.requires_grad}
-        loss = batch.loss(module)
+        prediction = batch.predict(module)
         groups: dict[str, list[torch.Tensor]] = defaultdict(list)
-        for name, gradient in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
+        gradients = torch.autograd.grad(batch.loss(prediction), list(named.values()))
+        for name, gradient in zip(named, gradients, strict=True):
             groups[f"grad {_gradient_group(name)}"].append(gradient.flatten())
-        return {"loss": loss.detach(), **{name: torch.cat(parts) for name, parts in groups.items()}}
+        return {
+            "prediction": prediction.detach(),
+            **{name: torch.cat(parts) for name, parts in groups.items()},
+        }

@@ -110,17 +110,21 @@ def bench(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from loraaccel.bench.machine import busy
     from loraaccel.bench.run import Settings, num_cases, run
 
     settings = Settings(rows, dtypes, rounds, quick, not no_compile, threads)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress, contextlib.redirect_stdout(sys.stderr):
+        warning = busy()
+        if warning:
+            progress.console.print(warning, style="bold red")
         task = progress.add_task("", total=num_cases(settings))
         report = run(
             settings, lambda title, num_done: progress.update(task, description=title, completed=num_done)
         )
 
-    text = json.dumps(report.to_json(), indent=2)
+    text = json.dumps(report.to_json(), indent=2, allow_nan=False)
     if out:
         out.write_text(text + "\n")
     if plot:

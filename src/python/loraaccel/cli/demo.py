@@ -11,7 +11,7 @@ import click
 
 from loraaccel.demo.settings import DemoError, Settings, require_packages
 
-QUICK_STEPS = 40
+QUICK_STEPS = 30
 QUICK_EVALS = 1
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 

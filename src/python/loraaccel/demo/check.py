@@ -25,7 +25,7 @@ Calls = dict[str, dict[str, int]]
 #     300 steps of 1 text, rank 8       4e-5
 # A LoRA branch that is 1 % too large (32 texts, rank 8) makes 2e-3 within 10 steps and 7e-3 within 20. The bound is
 # ten times the largest of the former and a tenth of the latter. Without training in between, ratings differ by
-# 2e-6 at most.
+# 5e-6 at most.
 CURVE_BOUND = 5e-4
 RATING_BOUND = 1e-4
 

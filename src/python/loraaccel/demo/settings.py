@@ -28,7 +28,7 @@ class Settings:
     """One run. Counts are in steps and rows; `num_threads` None keeps what torch chose."""
 
     out: Path
-    num_steps: int = 250
+    num_steps: int = 200
     batch_size: int = 32
     rank: int = 8
     num_threads: int | None = None

@@ -19,6 +19,7 @@ from loraaccel.ops import LoraLinearCall
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PLAIN = (Tensor, nn.Parameter)
+_linear_forward = nn.Linear.forward  # some tools replace it for everybody
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -26,13 +27,16 @@ def kind_of(module: nn.Module) -> str | None:
     layer = sys.modules.get("peft.tuners.lora.layer")
     if layer is None or not isinstance(module, layer.LoraLayer):
         return None
-    return "lora_linear" if type(module) is layer.Linear else type(module).__name__
+    own = getattr(type(module), "_loraaccel_base", type(module))  # as in integrations.patched.base_class
+    return "lora_linear" if own is layer.Linear else own.__name__
 
 
 def why_not_module(module: nn.Module) -> str:
     """Reason code for the module as it stands, whatever x will be; empty where it can be fused."""
     operands = _operands(module, compiling=False)
-    return operands if isinstance(operands, str) else ""
+    if isinstance(operands, str):
+        return operands
+    return _why_not_weights(*operands[:4])
 
 
 def fused_call(module: nn.Module, x: Any) -> LoraLinearCall | str:
@@ -50,12 +54,21 @@ def fused_call(module: nn.Module, x: Any) -> LoraLinearCall | str:
     if isinstance(operands, str):
         return operands
     weight, bias, lora_a, lora_b, scalings, dropouts = operands
-    if not isinstance(x, Tensor) or (type(x) not in _PLAIN and not compiling):
+    if not isinstance(x, Tensor) or (type(x) not in _PLAIN and not compiling) or not _dense(x):
         return "tensor_subclass"
-    cast = autocast_dtype(x, weight)
-    reason = _why_not_tensors(module, x, weight, bias, lora_a, lora_b, cast)
+    reason = _why_not_weights(weight, bias, lora_a, lora_b)
     if reason:
         return reason
+    if x.device != weight.device:
+        return "device"
+    cast = autocast_dtype(x, weight)
+    if cast is None and x.dtype != weight.dtype:
+        return "dtype"
+    if cast is not None and cast not in _FLOATS:
+        return "dtype"
+    keeps_input = cast is None and not getattr(module, "cast_input_dtype_enabled", True)
+    if keeps_input and any(a.dtype != x.dtype for a in lora_a):
+        return "dtype"  # PEFT does not cast x here, and raises
     return x, weight, bias, lora_a, lora_b, scalings, dropouts, cast
 
 
@@ -70,7 +83,7 @@ def _operands(
     # Children and parameters by their dictionaries: nn.Module's attribute look-up costs as much as the operator.
     children = module._modules
     base = children["base_layer"]
-    if type(base) is not nn.Linear or "forward" in base.__dict__:
+    if type(base) is not nn.Linear or "forward" in base.__dict__ or nn.Linear.forward is not _linear_forward:
         return "base_class"
     if _has_hooks(base) or (not compiling and torch_module._has_any_global_hook()):
         return "hooks"
@@ -79,12 +92,13 @@ def _operands(
     scalings: list[float] = []
     dropouts: list[float] = []
     variants = getattr(module, "lora_variant", None)
+    dora = module.__dict__.get("use_dora")  # PEFT before 0.16 has no variants
     a_modules, b_modules = children["lora_A"]._modules, children["lora_B"]._modules
     dropout_modules = children["lora_dropout"]._modules
     for name in module.active_adapters:
         if name not in a_modules:
             continue
-        if variants and name in variants:
+        if (variants and name in variants) or (dora and dora.get(name)):
             return "variant"
         a, b, dropout, scaling = a_modules[name], b_modules[name], dropout_modules[name], module.scaling[name]
         if (
@@ -94,8 +108,9 @@ def _operands(
             or "forward" in b.__dict__
         ):
             return "adapter_class"
-        a_parameters, b_parameters = a._parameters, b._parameters
-        if a_parameters["bias"] is not None or b_parameters["bias"] is not None:
+        a_weight, a_bias = _weight_and_bias(a)
+        b_weight, b_bias = _weight_and_bias(b)
+        if a_bias is not None or b_bias is not None:
             return "lora_bias"
         if _has_hooks(a) or _has_hooks(b) or _has_hooks(dropout):
             return "hooks"
@@ -104,18 +119,31 @@ def _operands(
             p = float(dropout.p) if dropout.training else 0.0
         elif type(dropout) is not nn.Identity:
             return "dropout_class"
+        if "forward" in dropout.__dict__:
+            return "dropout_class"
         if isinstance(scaling, Tensor):
             # A hot-swappable model keeps it in a tensor, so that compiled code need not be compiled again for another.
             if compiling or scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
                 return "scaling_type"
             scaling = scaling.item()
-        lora_a.append(a_parameters["weight"])
-        lora_b.append(b_parameters["weight"])
+        lora_a.append(a_weight)
+        lora_b.append(b_weight)
         scalings.append(float(scaling))
         dropouts.append(p)
     if not lora_a:
         return "no_active_adapter"
-    return base._parameters["weight"], base._parameters["bias"], lora_a, lora_b, scalings, dropouts
+    if not any(scalings):
+        return "zero_scaling"  # exactly the frozen layer's output, bit for bit, is what that is for
+    weight, bias = _weight_and_bias(base)
+    return weight, bias, lora_a, lora_b, scalings, dropouts
+
+
+def _weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """By the dictionary of parameters, else as attributes: sharding and pruning tools keep plain tensors there."""
+    parameters = linear._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return linear.weight, linear.bias
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -127,28 +155,21 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _why_not_tensors(
-    module: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: list[Tensor],
-    lora_b: list[Tensor],
-    cast: torch.dtype | None,
-) -> str:
-    """Reason code for these types and devices; empty where the operator takes them."""
-    device = x.device
+def _dense(t: Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested
+
+
+def _why_not_weights(weight: Tensor, bias: Tensor | None, lora_a: list[Tensor], lora_b: list[Tensor]) -> str:
+    """Reason code for the types and places of the weights; empty where the operator takes them."""
+    device, dtype = weight.device, weight.dtype
     if device.type not in ("cpu", "meta"):
         return "device"
     for t in (weight, *lora_a, *lora_b) if bias is None else (weight, bias, *lora_a, *lora_b):
-        if type(t) not in _PLAIN:
+        if type(t) not in _PLAIN or not _dense(t):
             return "tensor_subclass"
         if t.device != device:
             return "device"
-    dtype = x.dtype if cast is None else cast
-    if dtype not in _FLOATS:
-        return "dtype"
-    if cast is None and (weight.dtype != dtype or (bias is not None and bias.dtype != dtype)):
+    if dtype not in _FLOATS or (bias is not None and bias.dtype != dtype):
         return "dtype"
     for a, b in zip(lora_a, lora_b, strict=True):
         if (
@@ -157,6 +178,4 @@ def _why_not_tensors(
             or (a.dtype == torch.float64) != (dtype == torch.float64)
         ):
             return "dtype"
-        if a.dtype != dtype and cast is None and not getattr(module, "cast_input_dtype_enabled", True):
-            return "dtype"  # PEFT does not cast x here, and raises
     return ""

@@ -16,11 +16,12 @@ REASONS: dict[str, str] = {
     "merged": "the adapter is merged into the frozen layer",
     "disabled": "the adapters are disabled",
     "no_active_adapter": "none of the active adapters is on this layer",
+    "zero_scaling": "every active adapter has scaling 0, so the frozen layer's own output is wanted",
     "scaling_type": "the scaling is not a number",
     # of the call
     "switched_off": "LORAACCEL=0, or inside loraaccel.disabled()",
     "extra_arguments": "the call has more arguments than x (mixed batches, for one)",
-    "tensor_subclass": "x or a weight is not a plain tensor",
+    "tensor_subclass": "x or a weight is not a plain, dense tensor",
     "dtype": "a combination of dtypes that the operator does not take, or that the layer itself refuses",
     "device": "x or a weight is not on the CPU",
     "transform": "inside torch.func, forward-mode differentiation or torch.jit tracing",

@@ -1,0 +1,166 @@
+"""What patch() puts under a module: a subclass of its class whose forward asks at each call if an operator serves it.
+
+A subclass, and not a `forward` attribute, because a class follows the object everywhere: shallow and deep copies,
+data-parallel replicas and pickles of a patched module have a `self` of their own, and nothing refers back to it.
+Name, module and documentation are those of the class it stands for; isinstance holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from loraaccel import _state
+from loraaccel.integrations import peft
+from loraaccel.ops import LoraLinearCall, run_lora_linear
+
+# verify: ||ours - own|| / ||own||. Both round every output to the dtype and sum in a different order; 16-bit eager code
+# rounds up to four times. A wrong scale, adapter or transposition is off by far more.
+VERIFY_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass
+class PatchState:
+    """What a patched module remembers, in its `_loraaccel` attribute."""
+
+    name: str  # in the model that was patched
+    reason: str  # why it is never fused: excluded, unsupported, rolled back; empty where each call decides
+    verify: int  # calls that are still to be compared
+    seen_checkpoint: bool = False  # a re-entrant checkpoint around it has been looked at
+
+
+ATTRIBUTE = "_loraaccel"
+
+
+def state_of(module: nn.Module) -> PatchState | None:
+    """The state of a patched module, None for any other."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def base_class(module: nn.Module) -> type:
+    """The module's class as it is without us."""
+    return getattr(type(module), "_loraaccel_base", type(module))
+
+
+def install(module: nn.Module, state: PatchState) -> None:
+    """Patches a module; one that is patched gets the new state."""
+    module.__dict__[ATTRIBUTE] = state
+    module.__class__ = patched_class(base_class(module))
+
+
+def remove(module: nn.Module) -> bool:
+    """Undoes install(); False where the module was not patched."""
+    if state_of(module) is None:
+        return False
+    module.__class__ = base_class(module)
+    del module.__dict__[ATTRIBUTE]
+    return True
+
+
+@functools.cache
+def patched_class(base: type) -> type:
+    """The subclass of `base` whose forward is ours; one for each class."""
+
+    @functools.wraps(base.forward)  # type: ignore[attr-defined]
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = self.__dict__.get(ATTRIBUTE)
+        if state is None:  # somebody kept this bound method and called it after unpatch
+            return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        if kwargs:
+            args, kwargs = _positional(args, kwargs)
+        compiling = torch.compiler.is_compiling()
+        reason = state.reason
+        if not reason:
+            if len(args) != 1 or kwargs:
+                reason = "extra_arguments"
+            else:
+                call = peft.fused_call(self, args[0])
+                if isinstance(call, str):
+                    reason = call
+                elif compiling:
+                    return run_lora_linear(call)
+                elif state.verify <= 0 or any(call[6]) or _verified(self, state, args[0], call):
+                    if self.training and not state.seen_checkpoint and not torch.is_grad_enabled():
+                        _look_for_lost_gradients(state)
+                    y = run_lora_linear(call)
+                    _state.fused["lora_linear"] += 1
+                    return y
+                else:
+                    reason = state.reason
+        if not compiling:
+            _state.fallback[reason] += 1
+        return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = base.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
+        return (_new_patched, (base,), *reduced[2:])
+
+    same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members = {**same, "forward": forward, "__reduce_ex__": reduce_ex, "_loraaccel_base": base}
+    return type(base.__name__, (base,), members)
+
+
+def _new_patched(base: type) -> Any:
+    """For copy and pickle: an empty object of the patched class."""
+    return object.__new__(patched_class(base))
+
+
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call without arguments that say nothing: `x=` by name, `adapter_names=None`."""
+    kwargs = {k: v for k, v in kwargs.items() if not (k == "adapter_names" and v is None)}
+    if not args and "x" in kwargs:
+        args = (kwargs.pop("x"),)
+    return args, kwargs
+
+
+def _verified(module: nn.Module, state: PatchState, x: Tensor, call: LoraLinearCall) -> bool:
+    """Compares the operator's output with the module's own, without gradients; False where they differ too much."""
+    state.verify -= 1
+    with torch.no_grad():
+        y = run_lora_linear(call)
+        expected = base_class(module).forward(module, x)  # type: ignore[attr-defined]
+        error = _relative_error(y.double(), expected.double())
+    bound = max(VERIFY_BOUND[t.dtype] for t in (y, *call[3]))
+    if y.dtype == expected.dtype and error <= bound:
+        return True
+    from loraaccel.patching import warn_rolled_back
+
+    state.reason = "verify_failed"
+    warn_rolled_back(state.name, error, bound)
+    return False
+
+
+def _relative_error(y: Tensor, expected: Tensor) -> float:
+    """||y - expected|| / ||expected|| over the entries that are finite in `expected`; there y must be finite too."""
+    finite = expected.isfinite()
+    if not finite.all():
+        y, expected = y[finite], expected[finite]
+    error, size = float((y - expected).norm()), float(expected.norm())
+    return 0.0 if error == 0.0 else error / max(size, 1e-300)
+
+
+def _look_for_lost_gradients(state: PatchState) -> None:
+    """A re-entrant checkpoint none of whose inputs requires grad gives the adapters inside it no gradient, and training
+    goes on without them. Such a block runs without grad mode, under CheckpointFunction.forward: warn once a module."""
+    wanted = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not wanted:
+        frame = frame.f_back
+    if frame.f_code is not wanted:
+        return
+    state.seen_checkpoint = True
+    inputs = frame.f_locals.get("args", ())
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        warnings.warn(
+            f"loraaccel: {state.name} runs in a re-entrant checkpoint none of whose inputs requires grad: its adapter "
+            "gets no gradient. Use checkpoint(use_reentrant=False), or model.enable_input_require_grads().",
+            RuntimeWarning,
+            stacklevel=3,
+        )

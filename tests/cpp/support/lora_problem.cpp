@@ -1,0 +1,203 @@
+#include "support/lora_problem.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "support/env.h"
+#include "support/random.h"
+
+namespace loraaccel::test {
+namespace {
+
+constexpr uint64_t kDropoutSeed = 0x0123456789ABCDEFU;
+constexpr uint64_t kDropoutOffset =
+    0xFFFFFFFF0U;  // more than 32 bits, so that both halves are used
+
+uint64_t dropout_offset(size_t adapter) { return kDropoutOffset + adapter; }
+
+// A NaN or a number out of bounds fails; the message names the first one.
+void expect_close(const char* name, const Operand& got, const ExactMatrix& exact, Pass pass,
+                  DType sums, bool rounds_partials) {
+  if (!got.view().defined()) return;
+  ASSERT_EQ(got.view().rows(), exact.rows) << name;
+  ASSERT_EQ(got.view().cols(), exact.cols) << name;
+  int64_t wrong = 0;
+  std::string first;
+  for (int64_t i = 0; i < exact.rows; ++i) {
+    for (int64_t j = 0; j < exact.cols; ++j) {
+      Exact e = exact(i, j);
+      if (!rounds_partials) e.stored = 0;
+      const double allowed = tolerance(e, pass, got.view().dtype, sums, exact.count);
+      const double v = got.at(i, j);
+      if (std::abs(v - e.value) <= allowed) continue;
+      if (wrong++ == 0) {
+        first = "[" + std::to_string(i) + ", " + std::to_string(j) + "] is " + std::to_string(v) +
+                ", expected " + std::to_string(e.value) + " +- " + std::to_string(allowed);
+      }
+    }
+  }
+  EXPECT_EQ(wrong, 0) << name << ": " << wrong << " of " << exact.values.size() << ", first "
+                      << first;
+  EXPECT_TRUE(got.guards_intact()) << name << ": written outside its elements";
+}
+
+}  // namespace
+
+std::string describe(const LoraCase& c) {
+  std::string text = "M " + std::to_string(c.m) + " K " + std::to_string(c.k) + " N " +
+                     std::to_string(c.n) + " " + dtype_name(c.dtype) + (c.bias ? " bias" : "") +
+                     " x " + layout_name(c.x) + " w " + layout_name(c.w) + " y " +
+                     layout_name(c.y) + " dw " + layout_name(c.dw) + " dA " +
+                     layout_name(c.adapters_out);
+  for (const AdapterCase& ad : c.adapters) {
+    text += " (R " + std::to_string(ad.rank) + " " + dtype_name(ad.dtype) + " p " +
+            std::to_string(ad.dropout) + " s " + std::to_string(ad.scale) + ")";
+  }
+  return text;
+}
+
+const LoraLinearKernel* find_kernel(const std::string& name) {
+  for (const LoraLinearKernel& kernel : lora_linear_kernels()) {
+    if (name == kernel.name) return &kernel;
+  }
+  return nullptr;
+}
+
+bool borrows(const LoraLinearKernel& kernel) { return std::strcmp(kernel.name, "torch") == 0; }
+
+LoraProblem::LoraProblem(const LoraCase& c)
+    : case_(c), sums_(c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32) {
+  Random random(c.seed);
+  const auto real = [&] { return random.real(); };
+  // One number in eight is zero: a mask that is guessed from x != 0 is then wrong (case VN5).
+  const auto sparse = [&] { return random.below(8) == 0 ? 0.0 : random.real(); };
+  x_ = Operand::matrix(c.dtype, c.m, c.k, c.x, sparse);
+  w_ = Operand::matrix(c.dtype, c.n, c.k, c.w, real);
+  if (c.bias) bias_ = Operand::vector(c.dtype, c.n, c.w, real);
+  dy_ = Operand::matrix(c.dtype, c.m, c.n, c.x, real);
+  layer_.x = x_.read();
+  layer_.w = w_.read();
+  if (c.bias) layer_.bias = bias_.read();
+  int64_t total_rank = 0;
+  for (size_t i = 0; i < c.adapters.size(); ++i) {
+    const AdapterCase& ad = c.adapters[i];
+    a_.push_back(Operand::matrix(ad.dtype, ad.rank, c.k, c.x, real));
+    b_.push_back(Operand::matrix(ad.dtype, c.n, ad.rank, c.x, real));
+    layer_.adapters.push_back(
+        {a_[i].read(), b_[i].read(), ad.scale, ad.dropout, kDropoutSeed, dropout_offset(i)});
+    total_rank += ad.rank;
+  }
+  forward_ = oracle_forward(layer_);
+  size_t at = 0;
+  h_ = Operand::matrix(sums_, c.m, total_rank, Layout::kDense,
+                       [&] { return forward_.h.values[at++].value; });
+  backward_ = oracle_backward(layer_, dy_.read(), h_.read());
+}
+
+std::vector<LoraAdapter> LoraProblem::adapters() const {
+  std::vector<LoraAdapter> list;
+  for (size_t i = 0; i < case_.adapters.size(); ++i) {
+    list.push_back({a_[i].view(),
+                    b_[i].view(),
+                    case_.adapters[i].scale,
+                    {case_.adapters[i].dropout, kDropoutSeed, dropout_offset(i)}});
+  }
+  return list;
+}
+
+ForwardRun LoraProblem::forward_outputs() const {
+  ForwardRun run;
+  run.y = Operand::output(case_.dtype, case_.m, case_.n, case_.y);
+  if (!a_.empty()) run.h = Operand::output(sums_, case_.m, h_.view().cols());
+  return run;
+}
+
+LoraLinearArgs LoraProblem::forward_args(const ForwardRun& run, Views* views) const {
+  views->adapters = adapters();
+  return {x_.view(), w_.view(), bias_.view(), views->adapters, run.y.view(), run.h.view()};
+}
+
+ForwardRun LoraProblem::forward(const ExecContext& ctx, const char* kernel) const {
+  ForwardRun run = forward_outputs();
+  Views views;
+  const ScopedEnv forced("LORAACCEL_FORCE_KERNEL", kernel);
+  run.status = lora_linear_forward(ctx, forward_args(run, &views));
+  return run;
+}
+
+BackwardRun LoraProblem::backward_outputs(const Wanted& wanted) const {
+  BackwardRun run;
+  if (wanted.dx) run.dx = Operand::output(case_.dtype, case_.m, case_.k, case_.y);
+  if (wanted.dw) run.dw = Operand::output(case_.dtype, case_.n, case_.k, case_.dw);
+  if (wanted.dbias) run.dbias = Operand::vector_output(case_.dtype, case_.n, case_.dw);
+  for (const AdapterCase& ad : case_.adapters) {
+    run.da.push_back(wanted.da ? Operand::output(ad.dtype, ad.rank, case_.k, case_.adapters_out)
+                               : Operand());
+    run.db.push_back(wanted.db ? Operand::output(ad.dtype, case_.n, ad.rank, case_.adapters_out)
+                               : Operand());
+  }
+  return run;
+}
+
+LoraLinearBackwardArgs LoraProblem::backward_args(const BackwardRun& run, Views* views) const {
+  views->adapters = adapters();
+  bool needs_h = false;
+  for (size_t i = 0; i < run.da.size(); ++i) {
+    views->da.push_back(run.da[i].view());
+    views->db.push_back(run.db[i].view());
+    needs_h = needs_h || run.db[i].view().defined();
+  }
+  LoraLinearBackwardArgs args;
+  args.dy = dy_.view();
+  args.x = x_.view();
+  args.w = w_.view();
+  args.adapters = views->adapters;
+  if (needs_h) args.h = h_.view();
+  args.grads = {run.dx.view(), run.dw.view(), run.dbias.view(), views->da, views->db};
+  return args;
+}
+
+BackwardRun LoraProblem::backward(const ExecContext& ctx, const char* kernel,
+                                  const Wanted& wanted) const {
+  BackwardRun run = backward_outputs(wanted);
+  Views views;
+  const ScopedEnv forced("LORAACCEL_FORCE_KERNEL", kernel);
+  run.status = lora_linear_backward(ctx, backward_args(run, &views));
+  return run;
+}
+
+void LoraProblem::expect_correct(const ForwardRun& run, bool rounds_partials) const {
+  ASSERT_TRUE(run.status.ok()) << run.status.message();
+  expect_close("y", run.y, forward_.y, Pass::kForward, sums_, rounds_partials);
+  expect_close("h", run.h, forward_.h, Pass::kForward, sums_, rounds_partials);
+}
+
+void LoraProblem::expect_correct(const BackwardRun& run, bool rounds_partials) const {
+  ASSERT_TRUE(run.status.ok()) << run.status.message();
+  const auto close = [&](const char* name, const Operand& got, const ExactMatrix& exact) {
+    expect_close(name, got, exact, Pass::kBackward, sums_, rounds_partials);
+  };
+  close("dx", run.dx, backward_.dx);
+  close("dw", run.dw, backward_.dw);
+  close("dbias", run.dbias, backward_.dbias);
+  for (size_t i = 0; i < run.da.size(); ++i) {
+    close(("dA of adapter " + std::to_string(i)).c_str(), run.da[i], backward_.da[i]);
+    close(("dB of adapter " + std::to_string(i)).c_str(), run.db[i], backward_.db[i]);
+  }
+}
+
+void LoraProblem::expect_inputs_untouched() const {
+  EXPECT_TRUE(x_.untouched()) << "x was written";
+  EXPECT_TRUE(w_.untouched()) << "weight was written";
+  EXPECT_TRUE(bias_.untouched()) << "bias was written";
+  EXPECT_TRUE(dy_.untouched()) << "grad was written";
+  EXPECT_TRUE(h_.untouched()) << "hidden was written";
+  for (size_t i = 0; i < a_.size(); ++i) {
+    EXPECT_TRUE(a_[i].untouched()) << "lora_A was written";
+    EXPECT_TRUE(b_[i].untouched()) << "lora_B was written";
+  }
+}
+
+}  // namespace loraaccel::test

@@ -1,0 +1,62 @@
+"""What several test files share. No torch here: tests of the import must be able to run without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import loraaccel
+
+# Read when torch loads OpenMP. Waiting threads sleep instead of spinning: with tensors as small as here, on cores that
+# others use too, spinning costs ten times the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture
+def force_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """force_kernel(name) sets LORAACCEL_FORCE_KERNEL, which the operators read at each call."""
+    return lambda name: monkeypatch.setenv("LORAACCEL_FORCE_KERNEL", name)
+
+
+@pytest.fixture
+def kernel_calls() -> Callable[[], dict[str, int]]:
+    """kernel_calls() is what ran since the fixture was made: calls by kernel, forward and backward."""
+    before = loraaccel.info()["kernel_calls"]
+
+    def since() -> dict[str, int]:
+        now = loraaccel.info()["kernel_calls"]
+        return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
+
+    return since
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Run:
+    """run_python(script, *arguments, path=None, **environment) in a fresh interpreter, in an empty folder.
+
+    path: a folder in front of everything else on the import path. An environment variable of None is unset.
+    """
+
+    def run(
+        script: str, *arguments: str, path: Path | None = None, **environment: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("LORAACCEL")}
+        env |= {k: v for k, v in environment.items() if v is not None}
+        if path is not None:
+            env["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-c", script, *arguments]
+        work = tmp_path / "empty"
+        work.mkdir(exist_ok=True)
+        return subprocess.run(
+            command, env=env, cwd=work, text=True, capture_output=True, timeout=300, check=False
+        )
+
+    return run
