@@ -35,16 +35,22 @@ inline Status out_of_memory(const char* op) {
   return Status(StatusCode::kOutOfMemory, std::string(op) + ": the host gave no scratch memory");
 }
 
-// f(i) for i in [0, count) on the context's threads.
+// f(i) for i in [0, count), in at most ctx.num_threads parts that may run at once.
 template <class F>
 void parallel_for(const ExecContext& ctx, int64_t count, const F& f) {
-  if (count == 1) {
-    f(int64_t{0});
+  const int64_t parts = count < ctx.num_threads ? count : ctx.num_threads;
+  if (parts <= 1) {
+    for (int64_t i = 0; i < count; ++i) f(i);
     return;
   }
+  const auto run = [&](int64_t part) {
+    const int64_t end = (part + 1) * count / parts;
+    for (int64_t i = part * count / parts; i < end; ++i) f(i);
+  };
+  using Run = decltype(run);
   ctx.parallel(
-      ctx.host, count, [](void* arg, int64_t i) { (*static_cast<const F*>(arg))(i); },
-      const_cast<void*>(static_cast<const void*>(&f)));
+      ctx.host, parts, [](void* arg, int64_t part) { (*static_cast<const Run*>(arg))(part); },
+      const_cast<void*>(static_cast<const void*>(&run)));
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

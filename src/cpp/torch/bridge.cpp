@@ -76,27 +76,19 @@ Status lend_gemm(void*, const GemmArgs& args) {
                       "torch's matrix product failed, see its message on stderr");
 }
 
-struct Parts {
-  int64_t count, parts;
+struct Work {
   ParallelBody body;
   void* arg;
 };
 
+// The core asks for at most as many parts as the context has threads.
 void lend_threads(void*, int64_t count, ParallelBody body, void* arg) {
-  if (count <= 0) return;
-  uint32_t threads = 1;
-  torch_get_num_threads(&threads);
-  int64_t limit = threads;
-  if (const int requested = requested_num_threads()) limit = std::min<int64_t>(limit, requested);
-  Parts parts{count, std::min(limit, count), body, arg};
+  Work work{body, arg};
   const auto run = [](int64_t begin, int64_t end, void* data) {
-    const auto& p = *static_cast<const Parts*>(data);
-    for (int64_t i = begin * p.count / p.parts; i < end * p.count / p.parts; ++i) p.body(p.arg, i);
+    const auto& w = *static_cast<const Work*>(data);
+    for (int64_t i = begin; i < end; ++i) w.body(w.arg, i);
   };
-  if (parts.parts <= 1 ||
-      torch_parallel_for(0, parts.parts, 1, run, &parts) != AOTI_TORCH_SUCCESS) {
-    run(0, parts.parts, &parts);
-  }
+  if (torch_parallel_for(0, count, 1, run, &work) != AOTI_TORCH_SUCCESS) run(0, count, &work);
 }
 
 }  // namespace

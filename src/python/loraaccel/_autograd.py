@@ -115,19 +115,12 @@ class LoraLinearFunction(torch.autograd.Function):
             x = torch.empty((), dtype=ctx.dtype, device=weight.device).expand(ctx.shape)
         needs = ctx.needs_input_grad
         mask = [needs[0], needs[1], needs[2], *needs[7:]]
-        with _below_autograd():
-            computed = backward_op(
-                grad,
-                x,
-                weight,
-                adapters[0::2],
-                adapters[1::2],
-                hidden,
-                ctx.scalings,
-                ctx.dropouts,
-                seed,
-                mask,
-            )
+        if _is_batched(grad):
+            computed = _batched_backward(grad, x, weight, adapters, hidden, ctx.scalings, ctx.dropouts, mask)
+        else:
+            a, b = adapters[0::2], adapters[1::2]
+            with _below_autograd():
+                computed = backward_op(grad, x, weight, a, b, hidden, ctx.scalings, ctx.dropouts, seed, mask)
         wanted = iter(computed)
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
         if ctx.dtypes is not None:

@@ -1,15 +1,29 @@
 #include "cpu/cpu_features.h"
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+
 namespace loraaccel {
 namespace {
+
+#if defined(__x86_64__) || defined(_M_X64)
+// Not every compiler's __builtin_cpu_supports knows it.
+bool has_f16c() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 CpuFeatures detect() {
   CpuFeatures f;
 #if defined(__x86_64__) || defined(_M_X64)
   __builtin_cpu_init();
   f.sse42 = __builtin_cpu_supports("sse4.2") != 0;
-  f.avx2 = __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
-           __builtin_cpu_supports("f16c") != 0;
+  f.avx2 = __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 && has_f16c();
   f.avx512 = f.avx2 && __builtin_cpu_supports("avx512f") != 0 &&
              __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
              __builtin_cpu_supports("avx512vl") != 0;

@@ -2,6 +2,9 @@
 #include "loraaccel/lora_linear.h"
 
 #include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <utility>
 
 #include "kernel_choice.h"
 #include "lora/lora_linear_kernels.h"
@@ -10,6 +13,7 @@ namespace loraaccel {
 namespace {
 
 std::string shape_text(const TensorView& v) {
+  if (v.ndim == 0) return "(undefined)";
   if (v.ndim == 1) return "[" + std::to_string(v.shape[0]) + "]";
   return "[" + std::to_string(v.shape[0]) + ", " + std::to_string(v.shape[1]) + "]";
 }
@@ -92,6 +96,16 @@ class Checker {
     return Status();
   }
 
+  Status context(const ExecContext& ctx) const {
+    if (ctx.num_threads >= 1 && ctx.parallel != nullptr && ctx.allocate != nullptr &&
+        ctx.deallocate != nullptr) {
+      return Status();
+    }
+    return fail(StatusCode::kInvalidArgument,
+                "the context lacks threads, parallel, allocate or deallocate, expected all of them "
+                "as in default_context()");
+  }
+
   Status layer(const TensorView& x, const TensorView& w,
                std::span<const LoraAdapter> adapters) const {
     if (x.ndim != 2)
@@ -115,19 +129,52 @@ class Checker {
     LORAACCEL_RETURN_IF_ERROR(matrix("hidden", h, x.rows(), rank, "M, sum of R"));
     const DType wanted = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     LORAACCEL_RETURN_IF_ERROR(dtype("hidden", h, wanted, "the type of the sums"));
-    if (h.numel() != 0 && (h.stride[1] != 1 || h.stride[0] != rank) && h.rows() > 1) {
+    if (h.numel() != 0 &&
+        ((rank > 1 && h.stride[1] != 1) || (h.rows() > 1 && h.stride[0] != rank))) {
       return fail(StatusCode::kInvalidArgument, "hidden is not dense");
     }
     return Status();
   }
 
+  // The memory between the lowest and the highest element counts as the operand's, gaps included.
+  Status apart(const char* name, const TensorView& out, std::initializer_list<TensorView> inputs,
+               std::span<const LoraAdapter> adapters) const {
+    bool overlaps = false;
+    for (const TensorView& in : inputs) overlaps = overlaps || share_memory(out, in);
+    for (const LoraAdapter& ad : adapters) {
+      overlaps = overlaps || share_memory(out, ad.a) || share_memory(out, ad.b);
+    }
+    if (!overlaps) return Status();
+    return fail(StatusCode::kInvalidArgument,
+                std::string(name) + " overlaps an input, expected memory of its own");
+  }
+
  private:
+  static bool share_memory(const TensorView& a, const TensorView& b) {
+    if (a.numel() == 0 || b.numel() == 0) return false;
+    const auto [a_low, a_high] = extent(a);
+    const auto [b_low, b_high] = extent(b);
+    return a_low < b_high && b_low < a_high;
+  }
+  static std::pair<uintptr_t, uintptr_t> extent(const TensorView& v) {
+    int64_t low = 0;
+    int64_t high = 1;
+    for (int d = 0; d < v.ndim; ++d) {
+      const int64_t reach = (v.shape[d] - 1) * v.stride[d];
+      (reach < 0 ? low : high) += reach;
+    }
+    const auto size = static_cast<int64_t>(dtype_size_bytes(v.dtype));
+    const auto base = reinterpret_cast<uintptr_t>(v.data);
+    return {base + static_cast<uintptr_t>(low * size), base + static_cast<uintptr_t>(high * size)};
+  }
+
   const char* op_;
   DeviceType device_;
 };
 
-Status check_backward(DeviceType device, const LoraLinearBackwardArgs& args) {
-  const Checker check("lora_linear_backward", device);
+Status check_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
+  const Checker check("lora_linear_backward", ctx.device);
+  LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   const LoraLinearGrads& g = args.grads;
   LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
   LORAACCEL_RETURN_IF_ERROR(check.matrix("grad", args.dy, args.x.rows(), args.w.rows(), "M, N"));
@@ -164,11 +211,21 @@ Status check_backward(DeviceType device, const LoraLinearBackwardArgs& args) {
       LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_B", g.db[i], ad.b.dtype, "lora_B"));
     }
   }
-  return needs_hidden ? check.hidden(args.h, args.x, args.adapters) : Status();
+  if (needs_hidden) LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, args.adapters));
+  const auto inputs = {args.dy, args.x, args.w, needs_hidden ? args.h : TensorView()};
+  LORAACCEL_RETURN_IF_ERROR(check.apart("grad_x", g.dx, inputs, args.adapters));
+  LORAACCEL_RETURN_IF_ERROR(check.apart("grad_weight", g.dw, inputs, args.adapters));
+  LORAACCEL_RETURN_IF_ERROR(check.apart("grad_bias", g.dbias, inputs, args.adapters));
+  for (size_t i = 0; i < args.adapters.size(); ++i) {
+    LORAACCEL_RETURN_IF_ERROR(check.apart("grad_A", g.da[i], inputs, args.adapters));
+    LORAACCEL_RETURN_IF_ERROR(check.apart("grad_B", g.db[i], inputs, args.adapters));
+  }
+  return Status();
 }
 
-Status check_forward(DeviceType device, const LoraLinearArgs& args) {
-  const Checker check("lora_linear", device);
+Status check_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
+  const Checker check("lora_linear", ctx.device);
+  LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
   if (args.bias.defined()) {
     LORAACCEL_RETURN_IF_ERROR(check.vector("bias", args.bias, args.w.rows(), "N"));
@@ -176,11 +233,13 @@ Status check_forward(DeviceType device, const LoraLinearArgs& args) {
   }
   LORAACCEL_RETURN_IF_ERROR(check.matrix("y", args.y, args.x.rows(), args.w.rows(), "M, N"));
   LORAACCEL_RETURN_IF_ERROR(check.dtype("y", args.y, args.x.dtype, "x"));
-  if (args.y.numel() != 0 && (args.y.data == args.x.data || args.y.data == args.w.data)) {
-    return check.fail(StatusCode::kInvalidArgument,
-                      "y overlaps an input, expected memory of its own");
+  const auto inputs = {args.x, args.w, args.bias};
+  LORAACCEL_RETURN_IF_ERROR(check.apart("y", args.y, inputs, args.adapters));
+  if (!args.adapters.empty()) {
+    LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, args.adapters));
+    LORAACCEL_RETURN_IF_ERROR(check.apart("hidden", args.h, inputs, args.adapters));
   }
-  return args.adapters.empty() ? Status() : check.hidden(args.h, args.x, args.adapters);
+  return Status();
 }
 
 template <class Args, class Declines>
@@ -195,14 +254,14 @@ const LoraLinearKernel* pick(const char* op, const ExecContext& ctx, const Args&
 }  // namespace
 
 Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
-  Status status = check_forward(ctx.device, args);
+  Status status = check_forward(ctx, args);
   if (!status.ok()) return status;
   const auto* kernel = pick("lora_linear", ctx, args, &LoraLinearKernel::declines_forward, &status);
   return kernel == nullptr ? status : kernel->forward(ctx, args);
 }
 
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  Status status = check_backward(ctx.device, args);
+  Status status = check_backward(ctx, args);
   if (!status.ok()) return status;
   const auto* kernel =
       pick("lora_linear_backward", ctx, args, &LoraLinearKernel::declines_backward, &status);

@@ -149,13 +149,23 @@ Status lora_linear_backward_simd(const LoraSimd& simd, const ExecContext& ctx,
     LORAACCEL_RETURN_IF_ERROR(rows_as<float>(ctx, kOp, args.w, &w_copy, &w));
     RankPanels right2;
     LORAACCEL_RETURN_IF_ERROR(right2.build(simd, ctx, args.adapters, RankFactor::kA, rank.plain()));
-    const WideProduct product = {dy,      rows,    outputs,       inputs, rank.u(), rank.u_stride(),
-                                 &right2, nullptr, &args.grads.dx};
+    // Adapters with dropout are added to the stored product: in float32, so that a 16-bit dx is
+    // rounded once.
+    LoraLinearBackwardArgs sum_args = args;
+    TensorView& dx = sum_args.grads.dx;
+    Scratch<float> dx_sum;
+    if (dx.dtype != DType::kFloat32 && std::ranges::count(rank.plain(), false) != 0) {
+      if (!dx_sum.allocate(ctx, rows * inputs)) return out_of_memory(kOp);
+      dx = TensorView::matrix(dx_sum.data(), DType::kFloat32, rows, inputs);
+    }
+    const WideProduct product = {dy,      rows,    outputs, inputs, rank.u(), rank.u_stride(),
+                                 &right2, nullptr, &dx};
     LORAACCEL_RETURN_IF_ERROR(
         wide_product(simd, ctx, product, [&](int64_t col, int count, float* panel) {
           simd.pack_rows(w.data + col, w.stride, count, outputs, panel);
         }));
-    LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, args, /*plain_too=*/false));
+    LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, sum_args, /*plain_too=*/false));
+    if (dx_sum.data() != nullptr) store_view(ctx, dx_sum.data(), inputs, 1, 1.0F, args.grads.dx);
   }
   LORAACCEL_RETURN_IF_ERROR(rank.adapter_gradients(simd, ctx, args, any_x, any_dy));
   if (args.grads.dw.defined()) {

@@ -27,9 +27,10 @@ struct ExecContext {
   void* stream = nullptr;  // cudaStream_t on CUDA, unused on the CPU
   void* host = nullptr;
 
-  // Threads that parallel() may use at once, at least 1. The core splits its work by this number.
+  // Threads to use at once, at least 1: the core hands parallel() at most so many parts.
   int num_threads = 1;
-  // Runs body(arg, i) once for each i in [0, count), in any order, and returns when all are done.
+  // Runs body(arg, i) once for each i in [0, count), in any order, and returns when all are done. Required, as are
+  // allocate and deallocate: an ExecContext{} is refused, default_context() has them all.
   void (*parallel)(void* host, int64_t count, ParallelBody body, void* arg) = nullptr;
 
   // Memory aligned to 64 bytes, uninitialised; null when there is none.

@@ -22,7 +22,7 @@
 
 namespace loraaccel {
 
-// D(x)[m, k] = x[m, k] / (1 - p) where keep(m, k), else 0.
+// D(x)[m, k] = x[m, k] * f, f = 1 / (1 - p) where keep(m, k), else 0 (so a NaN or infinity stays a NaN).
 // keep is a pure function of (seed, offset, m, k), see Note [Dropout mask] in core/random/philox.h, so that the
 // backward pass and a recomputed forward pass see the same mask and nothing is stored.
 struct DropoutSpec {
