@@ -58,6 +58,9 @@ def configure(session: nox.Session, preset: str) -> Path:
 
 def run_cpp_tests(session: nox.Session) -> None:
     build = configure(session, "tests")
+    if "GTest_DIR:PATH=GTest_DIR-NOTFOUND" in (build / "CMakeCache.txt").read_text():
+        session.warn("SKIPPED: the C++ tests need GoogleTest (Debian and Ubuntu: apt install libgtest-dev)")
+        return
     session.run("cmake", "--build", str(build))
     options = ["--output-on-failure", "--no-tests=error", f"--parallel={JOBS}"]
     session.run("ctest", "--test-dir", str(build), *options)

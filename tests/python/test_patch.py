@@ -185,7 +185,17 @@ def test_kinds_excluded_once_can_be_asked_for_later() -> None:
     report = loraaccel.patch(model)
     with counted() as calls:
         model(x_of(12))
-    assert calls == ({"lora_linear": 2} if report.num_fused else report.reasons)
+    assert report.num_fused == 2
+    assert calls == {"lora_linear": 2}
+
+
+def test_verify_can_be_asked_for_later() -> None:
+    model = lora_model(Mlp)
+    loraaccel.patch(model)
+    loraaccel.patch(model, verify=3)
+    assert [vars(m)["_loraaccel"].verify for m in lora_layers(model).values()] == [3, 3]
+    loraaccel.patch(model)
+    assert [vars(m)["_loraaccel"].verify for m in lora_layers(model).values()] == [3, 3]
 
 
 def test_errors() -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,30 @@ def test_vt1_three_steps_move_every_b(reentrant: bool) -> None:
         (model(torch.arange(6).view(2, 3)) - 1).square().sum().backward()
         optimizer.step()
         assert all(layer.lora_B["default"].weight.any() for layer in lora_layers(model).values()), step
+
+
+def test_vt1_lost_gradients_are_said_once_by_the_name_of_the_module() -> None:
+    """Re-entrant checkpointing and no input that requires grad: PyTorch gives the adapters nothing."""
+    model = lora_model(Mlp)
+    loraaccel.patch(model)
+    x = x_of(4, 3, 12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert not checkpoint(model, x, use_reentrant=True).requires_grad
+    said = [str(w.message) for w in caught if "loraaccel" in str(w.message)]
+    assert [next(n for n in ("model.up", "model.down") if n in text) for text in said] == [
+        "model.up",
+        "model.down",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loraaccel.unpatch(model)
+        loraaccel.patch(model)
+        checkpoint(model, x.requires_grad_(), use_reentrant=True).sum().backward()
+        with torch.no_grad():
+            model(x)
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_" in n)
 
 
 def test_vt1_transformers_gradient_checkpointing() -> None:

@@ -7,6 +7,15 @@
 #include "loraaccel/version.h"
 
 namespace loraaccel {
+namespace {
+
+#ifdef __clang__
+constexpr const char* kCompiler = __VERSION__;  // names clang itself
+#else
+constexpr const char* kCompiler = "gcc " __VERSION__;
+#endif
+
+}  // namespace
 
 std::vector<std::string> cpu_features() {
   const CpuFeatures& f = cpu_features_detected();
@@ -38,7 +47,7 @@ std::string describe_json() {
         {{"op", k.op}, {"name", k.name}, {"available", k.available}, {"reason", k.reason}});
   }
   nlohmann::json report = {
-      {"version", LORAACCEL_VERSION}, {"compiler", __VERSION__}, {"cpu_features", cpu_features()},
+      {"version", LORAACCEL_VERSION}, {"compiler", kCompiler}, {"cpu_features", cpu_features()},
       {"num_threads", num_threads()}, {"kernels", kernels},
   };
   return report.dump();

@@ -88,6 +88,7 @@ void lend_threads(void*, int64_t count, ParallelBody body, void* arg) {
     const auto& w = *static_cast<const Work*>(data);
     for (int64_t i = begin; i < end; ++i) w.body(w.arg, i);
   };
+  // It fails where a body throws, which ours do not, or before any has begun.
   if (torch_parallel_for(0, count, 1, run, &work) != AOTI_TORCH_SUCCESS) run(0, count, &work);
 }
 

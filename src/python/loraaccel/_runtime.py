@@ -29,8 +29,8 @@ def kernels() -> list[dict[str, Any]]:
 def set_num_threads(n: int) -> None:
     """Threads that loraaccel uses at most; 0 returns to the default.
 
-    Inside torch the threads are torch's own (``torch.set_num_threads``), of which at most ``n`` are used; the default
-    is all of them. Elsewhere it is ``LORAACCEL_NUM_THREADS``, else the CPUs that the process may run on.
+    Inside torch the threads are torch's own (``torch.set_num_threads``), of which at most ``n`` are used.
+    The default is ``LORAACCEL_NUM_THREADS``, else all of torch's threads, outside torch the CPUs of the process.
     Raises ValueError for a negative number.
     """
     _core.set_num_threads(n)

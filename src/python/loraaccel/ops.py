@@ -53,7 +53,11 @@ def lora_linear(
             )
     _check_tensors(x, weight, bias, lora_A, lora_B)
     dropout = input_dropout if training or not 0.0 <= input_dropout <= 1.0 else 0.0
-    return lora_linear_adapters(x, weight, bias, (lora_A,), (lora_B,), [float(scaling)], [float(dropout)])
+    try:
+        scale = float(scaling)
+    except (TypeError, ValueError):
+        raise TypeError(f"lora_linear: scaling is {scaling!r}, expected a number") from None
+    return lora_linear_adapters(x, weight, bias, (lora_A,), (lora_B,), [scale], [float(dropout)])
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> None:

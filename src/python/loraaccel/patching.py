@@ -105,6 +105,8 @@ def patch(
         state = patched.state_of(module)
         if state is None or state.reason != never:
             patched.install(module, patched.PatchState(entry.name, never, verify))
+        elif verify:
+            state.verify = verify
     return report
 
 

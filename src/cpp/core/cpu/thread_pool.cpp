@@ -4,8 +4,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
-#include <system_error>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -50,8 +51,8 @@ class Pool {
     while (static_cast<int64_t>(workers_.size()) < wanted) {
       try {
         workers_.emplace_back([this] { worker(); });
-      } catch (const std::system_error&) {
-        return;  // the system gives no more threads: the ones there are do the work
+      } catch (const std::exception&) {
+        return;  // the system gives no more threads, or no memory: the ones there are do the work
       }
       workers_.back().detach();
     }
@@ -105,17 +106,19 @@ void forget_pool_in_child() {
 }
 #endif
 
-Pool& pool() {
+// Null where there is no memory for one.
+Pool* pool() {
   Pool* p = current_pool.load(std::memory_order_acquire);
-  if (p != nullptr) return *p;
+  if (p != nullptr) return p;
 #ifndef _WIN32
   static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
   (void)registered;
 #endif
-  auto* fresh = new Pool;
-  if (current_pool.compare_exchange_strong(p, fresh)) return *fresh;
+  auto* fresh = new (std::nothrow) Pool;
+  if (fresh == nullptr) return nullptr;
+  if (current_pool.compare_exchange_strong(p, fresh)) return fresh;
   delete fresh;
-  return *p;
+  return p;
 }
 
 }  // namespace
@@ -138,11 +141,12 @@ int num_usable_cpus() {
 }
 
 void pool_parallel(int num_threads, int64_t count, ParallelBody body, void* arg) {
-  if (num_threads <= 1 || count <= 1 || inside_body) {
+  Pool* const workers = num_threads <= 1 || count <= 1 || inside_body ? nullptr : pool();
+  if (workers == nullptr) {
     for (int64_t i = 0; i < count; ++i) body(arg, i);
     return;
   }
-  pool().run(num_threads, count, body, arg);
+  workers->run(num_threads, count, body, arg);
 }
 
 }  // namespace loraaccel

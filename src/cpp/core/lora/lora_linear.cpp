@@ -4,10 +4,12 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <new>
 #include <utility>
 
 #include "kernel_choice.h"
 #include "lora/lora_linear_kernels.h"
+#include "scratch.h"
 
 namespace loraaccel {
 namespace {
@@ -90,7 +92,7 @@ class Checker {
                   "scaling is " + std::to_string(ad.scale) + ", expected a finite number");
     }
     if (!(ad.dropout.p >= 0 && ad.dropout.p <= 1)) {
-      return fail(StatusCode::kInvalidArgument, "dropout is " + std::to_string(ad.dropout.p) +
+      return fail(StatusCode::kInvalidArgument, "input_dropout is " + std::to_string(ad.dropout.p) +
                                                     ", expected a probability from 0 to 1");
     }
     return Status();
@@ -251,21 +253,38 @@ const LoraLinearKernel* pick(const char* op, const ExecContext& ctx, const Args&
       op, list, ctx, [&](const LoraLinearKernel& k) { return (k.*declines)(ctx, args); }, status);
 }
 
+// The standard library may throw bad_alloc; no exception leaves the core.
+template <class F>
+Status without_exceptions(const char* op, const F& f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return out_of_memory(op);
+  } catch (...) {
+    return Status(StatusCode::kInternal, std::string(op) + ": an exception of an unknown type");
+  }
+}
+
 }  // namespace
 
 Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
-  Status status = check_forward(ctx, args);
-  if (!status.ok()) return status;
-  const auto* kernel = pick("lora_linear", ctx, args, &LoraLinearKernel::declines_forward, &status);
-  return kernel == nullptr ? status : kernel->forward(ctx, args);
+  return without_exceptions("lora_linear", [&]() -> Status {
+    Status status = check_forward(ctx, args);
+    if (!status.ok()) return status;
+    const auto* kernel =
+        pick("lora_linear", ctx, args, &LoraLinearKernel::declines_forward, &status);
+    return kernel == nullptr ? status : kernel->forward(ctx, args);
+  });
 }
 
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  Status status = check_backward(ctx, args);
-  if (!status.ok()) return status;
-  const auto* kernel =
-      pick("lora_linear_backward", ctx, args, &LoraLinearKernel::declines_backward, &status);
-  return kernel == nullptr ? status : kernel->backward(ctx, args);
+  return without_exceptions("lora_linear_backward", [&]() -> Status {
+    Status status = check_backward(ctx, args);
+    if (!status.ok()) return status;
+    const auto* kernel =
+        pick("lora_linear_backward", ctx, args, &LoraLinearKernel::declines_backward, &status);
+    return kernel == nullptr ? status : kernel->backward(ctx, args);
+  });
 }
 
 }  // namespace loraaccel

@@ -49,7 +49,7 @@ struct ExecContext {
 // It survives fork: a child starts a pool of its own.
 ExecContext default_context();
 
-// Sets the size of the core's own pool; 0 returns to the default. Takes effect at the next call.
+// Sets the size of the core's own pool; 0 (or less) returns to the default. Takes effect at the next call.
 void set_num_threads(int num_threads);
 int num_threads();
 // What set_num_threads() or LORAACCEL_NUM_THREADS asked for; 0 where neither did. A host with threads of its own uses at

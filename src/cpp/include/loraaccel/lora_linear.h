@@ -32,7 +32,7 @@ struct DropoutSpec {
 };
 
 struct LoraAdapter {
-  TensorView a;         // [R, K]
+  TensorView a;         // [R, K], R at least 1
   TensorView b;         // [N, R]  dtype of a
   double scale = 1;     // alpha / r, already divided; finite
   DropoutSpec dropout;  // on the adapter's input
@@ -51,7 +51,8 @@ struct LoraLinearArgs {
 // x, w, bias, y share one dtype; each adapter is of that dtype or of another one that is at most 32 bits wide
 // (float64 goes only with float64). Any strides. M may be zero; y and h overlap no input.
 // On CUDA the work is queued on ctx.stream and may still be running on return.
-// Fails with kShapeMismatch, kUnsupportedDtype, kInvalidArgument or kKernelUnavailable before anything is written;
+// Fails with kShapeMismatch, kUnsupportedDtype, kUnsupportedDevice, kInvalidArgument or kKernelUnavailable before anything
+// is written;
 // after kOutOfMemory or kLenderFailed the outputs are undefined. Thread-safe for distinct outputs.
 Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args);
 
@@ -73,7 +74,7 @@ struct LoraLinearBackwardArgs {
 };
 
 // Computes the gradients that `grads` defines. With M = 0 they are zeros. Errors as in the forward call.
-// The result is the same for any number of threads.
+// The result is the same for any number of threads (where a GEMM is borrowed: if the host's is).
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args);
 
 }  // namespace loraaccel

@@ -32,7 +32,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Threads for torch and loraaccel.  [default: torch's choice]",
+    help="Threads for torch and loraaccel; on a busy machine fewer can be faster.  [default: torch's choice]",
 )
 @click.option(
     "--seed",

@@ -1,4 +1,5 @@
-// Numbers that can be checked by hand, and inputs that users really send. Names in parentheses: shared/cases.md.
+// Numbers that can be checked by hand, and inputs that users really send. Names in parentheses: see
+// CONTRIBUTING.md.
 #include <gtest/gtest.h>
 
 #include <algorithm>
