@@ -1,8 +1,9 @@
 """Every available kernel of lora_linear against torch's frozen layer, forward and backward, over shapes.
 
-    python benchmarks/lora_linear_kernels.py [--rounds N] [--rank R] [--shapes 384x384,768x768] [--rows 1,4,16,64,256,1024]
+    python benchmarks/lora_linear_kernels.py [--rounds N] [--rank R] [--shapes 384x384,768x768] [--rows 1,4,1024]
 
-Prints milliseconds (median of interleaved rounds) and the ratio frozen / kernel per round. Results: benchmarks/README.md.
+Prints milliseconds (median of interleaved rounds) and the ratio frozen / kernel per round.
+Results: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def measure(rows: int, inputs: int, outputs: int, rank: int, rounds: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--shapes", default="384x384,384x1536,1536x384,768x768,1280x1280", help="KxN, ...")

@@ -15,7 +15,7 @@ from loraaccel.bench.variants import COMPILED, FROZEN, OURS, PEFT, Precision, Va
 from loraaccel.bench.workload import Workload
 from loraaccel.timing import Samples, interleave, ratio
 
-WARMUP_ROUNDS = 2
+WARMUP_ROUNDS = 1  # after the calls that compiled, compared and counted
 CASE_SECONDS = 1.5  # short calls get more rounds, until a case has taken about this long
 MAX_ROUNDS_FACTOR = 10
 RATIOS = ((PEFT, OURS), (COMPILED, OURS), (PEFT, FROZEN), (OURS, FROZEN))

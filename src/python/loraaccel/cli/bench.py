@@ -57,7 +57,7 @@ class CommaList(click.ParamType):
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
-    default=9,
+    default=7,
     show_default=True,
     help="Calls of each variant; short calls get more.",
 )
