@@ -316,3 +316,28 @@ def test_traceback_on_request(value: str | None, run_python: Callable[..., Any])
     assert len(ours) >= 2, frames
     assert not [f for f in ours if " ?? " in f], frames
     assert any("forward" in f for f in ours), frames
+
+
+# ---- meta tensors ----------------------------------------------------------------------------------------------------
+
+
+def test_operands_on_the_meta_device_are_checked_too() -> None:
+    """The shapes as in native code; one meta operand among others is an error, not memory that nobody wrote."""
+    ops = torch.ops.loraaccel
+    x, w, a, b = torch.randn(8, 16), torch.randn(6, 16), torch.randn(4, 16), torch.randn(6, 4)
+    hidden, grad = torch.randn(8, 4), torch.randn(8, 6)
+
+    def backward(hidden: Tensor) -> object:
+        return ops.lora_linear_backward(grad, x, w, [a], [b], hidden, [1.0], [0.0], None, [True] * 5)
+
+    with pytest.raises(ValueError, match="hidden is on meta, expected cpu"):
+        backward(hidden.to("meta"))
+    meta = {name: t.to("meta") for name, t in {"x": x, "w": w, "a": a, "b": b}.items()}
+    for name, wrong, words in (
+        ("w", meta["w"][0], "two dimensions"),
+        ("a", torch.empty(4, 3, device="meta"), r"\[R, 16\]"),
+        ("b", torch.empty(1, 2, device="meta"), r"\[6, 4\]"),
+    ):
+        m = meta | {name: wrong}
+        with pytest.raises(RuntimeError, match=words):
+            ops.lora_linear(m["x"], m["w"], None, [m["a"]], [m["b"]], [1.0], [0.0], None)

@@ -1,5 +1,6 @@
 #include "loraaccel/exec_context.h"
 
+#include <algorithm>
 #include <atomic>
 #include <new>
 
@@ -22,7 +23,7 @@ void own_deallocate(void*, void* pointer, size_t) { ::operator delete(pointer, k
 
 }  // namespace
 
-void set_num_threads(int num_threads) { threads_wanted.store(num_threads > 0 ? num_threads : 0); }
+void set_num_threads(int num_threads) { threads_wanted.store(std::clamp(num_threads, 0, 1024)); }
 
 int requested_num_threads() {
   const int wanted = threads_wanted.load();

@@ -1,4 +1,5 @@
-// The Python module loraaccel._core: files, images, names, the kernel list. No torch: it never sees a tensor object.
+// The Python module loraaccel._core: what is not a tensor, such as the kernel
+// list and the machine's ceilings. No torch.
 #include <pybind11/pybind11.h>
 
 #include "bindings.h"

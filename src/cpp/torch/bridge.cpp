@@ -197,7 +197,7 @@ Tensor empty_strided(const int64_t* shape, int64_t ndim, DType dtype) {
   const auto scalar = static_cast<int32_t>(scalar_type_of(dtype));
   if (aoti_torch_empty_strided(ndim, shape, strides.data(), scalar, aoti_torch_device_type_cpu(), 0,
                                &handle) != AOTI_TORCH_SUCCESS) {
-    fail(StatusCode::kOutOfMemory, "torch gave no memory for an output");
+    fail(StatusCode::kOutOfMemory, "lora_linear: torch gave no memory for an output");
   }
   return Tensor(handle);
 }

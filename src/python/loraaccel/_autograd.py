@@ -40,7 +40,7 @@ class _RefuseDoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:  # gradients, then what they depend on
         ctx.set_materialize_grads(False)
-        return tuple(g.view_as(g) for g in tensors[:count])
+        return tuple(g.clone() for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -100,19 +100,26 @@ class LoraLinearFunction(torch.autograd.Function):
         if cast is not None:
             ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y, hidden, x, weight = forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)
-        # Only what some gradient needs: x may be large, and a user may change it in place where nothing needs it.
+        # Only what some gradient reads (those of W and A read x, that of x reads W and A): it may be large, and a user
+        # may change it in place where nothing needs it.
         needs = ctx.needs_input_grad
         needs_x = needs[1] or any(needs[7::2])
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.save_for_backward(x if needs_x else None, weight, hidden, seed, *adapters)
+        operands = (x, weight, *adapters)
+        keep = (needs_x, needs[0], *(needs[0] or i % 2 == 1 for i in range(len(adapters))))
+        ctx.like = [None if k else (t.shape, t.dtype, t.device) for t, k in zip(operands, keep, strict=True)]
+        ctx.save_for_backward(hidden, seed, *(t if k else None for t, k in zip(operands, keep, strict=True)))
         ctx.scalings, ctx.dropouts = scalings, dropouts
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, hidden, seed, *adapters = ctx.saved_tensors
-        if x is None:  # nothing reads it, the operator wants to know its shape
-            x = torch.empty((), dtype=ctx.dtype, device=weight.device).expand(ctx.shape)
+        hidden, seed, *saved = ctx.saved_tensors
+        # What was not kept is not read either: the operator only wants to know its shape.
+        operands = [
+            torch.empty((), dtype=like[1], device=like[2]).expand(like[0]) if like is not None else t
+            for t, like in zip(saved, ctx.like, strict=True)
+        ]
+        x, weight, *adapters = operands
         needs = ctx.needs_input_grad
         mask = [needs[0], needs[1], needs[2], *needs[7:]]
         if _is_batched(grad):
@@ -154,7 +161,16 @@ def _batched_backward(
 # ---- the same for the dispatcher: torch.compile, torch.export, direct users of torch.ops ----
 
 
-def _check_seed(op: str, seed: Tensor | None) -> None:
+def _wrong(op: str, name: str, t: Tensor, expected: str) -> str:
+    return f"loraaccel::{op}: {name} has shape {list(t.shape)}, expected {expected}"
+
+
+def _check_devices(op: str, x: Tensor, seed: Tensor | None, **operands: Tensor | list[Tensor] | None) -> None:
+    """One operand on the meta device sends a call here: the others must be there too, or memory would be garbage."""
+    for name, value in operands.items():
+        for t in value if isinstance(value, list) else (value,):
+            if t is not None and t.device != x.device:
+                raise ValueError(f"loraaccel::{op}: {name} is on {t.device}, expected {x.device} as x")
     if seed is not None and seed.device.type != "cpu":
         raise ValueError(f"loraaccel::{op}: seed is on {seed.device}, expected cpu")
 
@@ -170,22 +186,20 @@ def _forward_fake(
     dropouts: list[float],
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    torch._check(x.dim() >= 1, lambda: "loraaccel::lora_linear: x has no dimensions, expected [..., K]")
-    _check_seed("lora_linear", seed)
-    for name, t in [
-        ("weight", weight),
-        ("bias", bias),
-        *(("lora_A or lora_B", t) for t in (*lora_A, *lora_B)),
-    ]:
-        if t is not None and t.device != x.device:
-            raise ValueError(f"loraaccel::lora_linear: {name} is on {t.device}, expected {x.device} as x")
-    torch._check(
-        x.shape[-1] == weight.shape[1],
-        lambda: (
-            f"loraaccel::lora_linear: weight has shape {list(weight.shape)}, "
-            f"expected [N, {x.shape[-1]}] to go with x {list(x.shape)}"
-        ),
-    )
+    op = "lora_linear"
+    _check_devices(op, x, seed, weight=weight, bias=bias, lora_A=lora_A, lora_B=lora_B)
+    torch._check(x.dim() >= 1, lambda: f"loraaccel::{op}: x has no dimensions, expected [..., K]")
+    torch._check(weight.dim() == 2, lambda: _wrong(op, "weight", weight, "two dimensions"))
+    n, k = weight.shape
+    torch._check(x.shape[-1] == k, lambda: _wrong(op, "weight", weight, f"[N, {x.shape[-1]}] to go with x"))
+    if bias is not None:
+        torch._check(bias.dim() == 1 and bias.shape[0] == n, lambda: _wrong(op, "bias", bias, f"[{n}]"))
+    for a, b in zip(lora_A, lora_B, strict=True):
+        torch._check(a.dim() == 2 and a.shape[1] == k, lambda a=a: _wrong(op, "lora_A", a, f"[R, {k}]"))
+        torch._check(
+            b.dim() == 2 and b.shape[0] == n and b.shape[1] == a.shape[0],
+            lambda a=a, b=b: _wrong(op, "lora_B", b, f"[{n}, {a.shape[0]}]"),
+        )
     rank = sum(a.shape[0] for a in lora_A)
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     sums = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -205,7 +219,9 @@ def _backward_fake(
     seed: Tensor | None,
     output_mask: list[bool],
 ) -> list[Tensor]:
-    _check_seed("lora_linear_backward", seed)
+    _check_devices(
+        "lora_linear_backward", x, seed, grad=grad, weight=weight, hidden=hidden, lora_A=lora_A, lora_B=lora_B
+    )
     dense = torch.contiguous_format
     outputs = [torch.empty_like(x, memory_format=dense)] if output_mask[0] else []
     if output_mask[1]:

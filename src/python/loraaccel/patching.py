@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -135,24 +134,16 @@ def _decide(module: nn.Module, name: str, kind: str, wanted: frozenset[str]) -> 
     never = ""
     if kind not in KINDS:
         never = "unsupported_module"
-    elif kind not in wanted:
-        never = "kind_excluded"
     elif state is not None and state.reason == "verify_failed":
         never = "verify_failed"
+    elif kind not in wanted:
+        never = "kind_excluded"
     if _state.SWITCHED_OFF:
         reason = "switched_off"
-    elif "forward" in module.__dict__:
+    elif (
+        "forward" in module.__dict__ and state is None
+    ):  # (put on top of a patched module, it calls that one's)
         reason = "forward_replaced"
     else:
         reason = never or peft.why_not_module(module)
     return ModuleReport(name, kind, not reason, reason), never
-
-
-def warn_rolled_back(name: str, error: float, bound: float) -> None:
-    """One line for a layer that `verify` found wrong."""
-    warnings.warn(
-        f"loraaccel: verify found a relative error of {error:.2e} in {name}, more than {bound:.2e}; "
-        "this layer runs its own forward from now on.",
-        RuntimeWarning,
-        stacklevel=4,
-    )

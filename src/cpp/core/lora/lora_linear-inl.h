@@ -343,6 +343,10 @@ void outer(const float* left, int64_t left_stride, DType right_dtype, const void
 // Sixteen counters at a time in plain arrays: the compiler turns each inner loop into vector code of this unit's CPU.
 inline void dropout_factors(const DropoutBlock& b, int64_t row, int64_t group, uint64_t threshold,
                             float keep_scale, float* factors) {
+  if (threshold == 0 || threshold > 0xFFFFFFFFU) {  // everything is kept, or nothing
+    for (int l = 0; l < 64; ++l) factors[l] = threshold == 0 ? keep_scale : 0;
+    return;
+  }
   uint32_t c0[16], c1[16], c2[16], c3[16];
   for (int l = 0; l < 16; ++l) {
     c0[l] = (uint32_t)(16 * group) + (uint32_t)l;
@@ -363,10 +367,6 @@ inline void dropout_factors(const DropoutBlock& b, int64_t row, int64_t group, u
     }
     k0 += 0x9E3779B9U;
     k1 += 0xBB67AE85U;
-  }
-  if (threshold > 0xFFFFFFFFU) {
-    for (int l = 0; l < 64; ++l) factors[l] = 0;
-    return;
   }
   const uint32_t t = (uint32_t)threshold;
   for (int l = 0; l < 16; ++l) {

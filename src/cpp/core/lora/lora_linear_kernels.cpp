@@ -30,10 +30,11 @@ const char* needs_lender(bool host_lends_gemm) {
 
 const char* wide_declines(const ExecContext& ctx, const TensorView& x) {
   if (x.dtype == DType::kFloat64) return "the operands are float64";
-  if (ctx.gemm == nullptr) return nullptr;
-  if (x.dtype != DType::kFloat32)
+  if (ctx.gemm == nullptr || forced_kernel() != nullptr) return nullptr;
+  if (x.dtype != DType::kFloat32) {
     return "the operands are 16-bit, and the host lends a GEMM for them";
-  if (forced_kernel() == nullptr && x.rows() < kWideMinRows) {
+  }
+  if (x.rows() < kWideMinRows) {
     return "fewer rows than pay for packing W, and the host lends a GEMM";
   }
   return nullptr;

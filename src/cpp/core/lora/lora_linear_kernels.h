@@ -31,7 +31,7 @@ Status lora_linear_forward_borrowed(const ExecContext& ctx, const LoraLinearArgs
 Status lora_linear_backward_borrowed(const ExecContext& ctx, const LoraLinearBackwardArgs& args);
 
 struct LoraSimd;
-// Our own GEMM with the rank update in its registers. float32 x and w.
+// Our own GEMM with the rank update in its registers. Any type but float64; 16-bit operands are widened to scratch.
 Status lora_linear_forward_simd(const LoraSimd& simd, const ExecContext& ctx,
                                 const LoraLinearArgs& args);
 Status lora_linear_backward_simd(const LoraSimd& simd, const ExecContext& ctx,

@@ -252,13 +252,13 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx,
     // With several parts their sum is made first, so that dx is rounded once for all of them.
     for (size_t i = 0; i < count; ++i) {
       const Part& part = parts[i];
-      const bool first_plain = part.dropout == nullptr;
+      const bool plain = part.dropout == nullptr;
       const TensorView out =
-          TensorView::matrix(first_plain ? sum.data() : update.data(), DType::kFloat32, m, cols);
+          TensorView::matrix(plain ? sum.data() : update.data(), DType::kFloat32, m, cols);
       rank_rows(simd, u_.data() + row0 * columns_.total + part.start, columns_.total, part.panels,
                 out,
                 /*add=*/false);
-      if (first_plain) continue;
+      if (plain) continue;
       if (count > 1) {
         if (i == 0) std::fill(sum.data(), sum.data() + m * cols, 0.0F);
         simd.dropout_add(update.data(), cols, dropout_block(*part.dropout, row0, m, 0, cols),

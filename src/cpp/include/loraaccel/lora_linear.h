@@ -67,7 +67,7 @@ struct LoraLinearGrads {
 struct LoraLinearBackwardArgs {
   TensorView dy;                          // [M, N]  G, dtype of x
   TensorView x;                           // [M, K]  read only where dw or some da is wanted
-  TensorView w;                           // [N, K]
+  TensorView w;                           // [N, K]  read, as A is, only where dx is wanted
   std::span<const LoraAdapter> adapters;  // as in the forward call
   TensorView h;           // as the forward call left it; may be undefined where no db is wanted
   LoraLinearGrads grads;  // outputs; only the defined ones are computed

@@ -33,10 +33,12 @@ class PatchState:
     name: str  # in the model that was patched
     reason: str  # why it is never fused: excluded, unsupported, rolled back; empty where each call decides
     verify: int  # calls that are still to be compared
-    seen_checkpoint: bool = False  # a re-entrant checkpoint around it has been looked at
+    looks: int = 8  # times that it will still look for a re-entrant checkpoint around it
 
 
-ATTRIBUTE = "_loraaccel"
+ATTRIBUTE = "_loraaccel"  # of a patched module: its PatchState
+_BASE = "_loraaccel_base"  # of a patched class: the class it stands for
+_SUBCLASS = "_loraaccel_subclass"  # of that class: the patched one
 
 
 def state_of(module: nn.Module) -> PatchState | None:
@@ -46,28 +48,40 @@ def state_of(module: nn.Module) -> PatchState | None:
 
 def base_class(module: nn.Module) -> type:
     """The module's class as it is without us."""
-    return getattr(type(module), "_loraaccel_base", type(module))
+    return getattr(type(module), _BASE, type(module))
+
+
+def _is_ours(cls: type) -> bool:
+    """True for a class that patched_class() made, not for one that somebody derived from it (parametrize, FSDP2)."""
+    return _BASE in cls.__dict__
 
 
 def install(module: nn.Module, state: PatchState) -> None:
     """Patches a module; one that is patched gets the new state."""
     module.__dict__[ATTRIBUTE] = state
-    module.__class__ = patched_class(base_class(module))
+    if not hasattr(type(module), _BASE):
+        module.__class__ = patched_class(type(module))
 
 
 def remove(module: nn.Module) -> bool:
-    """Undoes install(); False where the module was not patched."""
+    """Undoes install(); False where the module was not patched. A class derived from ours stays: without the state
+    its forward is the module's own."""
     if state_of(module) is None:
         return False
-    module.__class__ = base_class(module)
     del module.__dict__[ATTRIBUTE]
+    if _is_ours(type(module)):
+        module.__class__ = base_class(module)
     return True
 
 
-@functools.cache
 def patched_class(base: type) -> type:
-    """The subclass of `base` whose forward is ours; one for each class."""
+    """The subclass of `base` whose forward is ours; one for each class, and living as long as that."""
+    if _SUBCLASS not in base.__dict__:
+        setattr(base, _SUBCLASS, _make_class(base))
+    return base.__dict__[_SUBCLASS]
 
+
+def _make_class(base: type) -> type:
     @functools.wraps(base.forward)  # type: ignore[attr-defined]
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__.get(ATTRIBUTE)
@@ -87,7 +101,7 @@ def patched_class(base: type) -> type:
                 elif compiling:
                     return run_lora_linear(call)
                 elif state.verify <= 0 or any(call[6]) or _verified(self, state, args[0], call):
-                    if self.training and not state.seen_checkpoint and not torch.is_grad_enabled():
+                    if state.looks > 0 and self.training and not torch.is_grad_enabled():
                         _look_for_lost_gradients(state)
                     y = run_lora_linear(call)
                     _state.fused["lora_linear"] += 1
@@ -100,10 +114,10 @@ def patched_class(base: type) -> type:
 
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = base.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
-        return (_new_patched, (base,), *reduced[2:])
+        return (_new_patched, (base,), *reduced[2:]) if _is_ours(type(self)) else reduced
 
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members = {**same, "forward": forward, "__reduce_ex__": reduce_ex, "_loraaccel_base": base}
+    members = {**same, "forward": forward, "__reduce_ex__": reduce_ex, _BASE: base}
     return type(base.__name__, (base,), members)
 
 
@@ -130,10 +144,13 @@ def _verified(module: nn.Module, state: PatchState, x: Tensor, call: LoraLinearC
     bound = max(VERIFY_BOUND[t.dtype] for t in (y, *call[3]))
     if y.dtype == expected.dtype and error <= bound:
         return True
-    from loraaccel.patching import warn_rolled_back
-
     state.reason = "verify_failed"
-    warn_rolled_back(state.name, error, bound)
+    warnings.warn(
+        f"loraaccel: verify found a relative error of {error:.2e} in {state.name}, more than {bound:.2e}; "
+        "this layer runs its own forward from now on.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
     return False
 
 
@@ -149,13 +166,14 @@ def _relative_error(y: Tensor, expected: Tensor) -> float:
 def _look_for_lost_gradients(state: PatchState) -> None:
     """A re-entrant checkpoint none of whose inputs requires grad gives the adapters inside it no gradient, and training
     goes on without them. Such a block runs without grad mode, under CheckpointFunction.forward: warn once a module."""
+    state.looks -= 1  # walking the stack costs microseconds
     wanted = torch.utils.checkpoint.CheckpointFunction.forward.__code__
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not wanted:
         frame = frame.f_back
     if frame.f_code is not wanted:
         return
-    state.seen_checkpoint = True
+    state.looks = 0
     inputs = frame.f_locals.get("args", ())
     if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         warnings.warn(

@@ -6,6 +6,7 @@ not loaded there are no such layers.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -126,6 +127,8 @@ def _operands(
             if compiling or scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
                 return "scaling_type"
             scaling = scaling.item()
+        if not math.isfinite(scaling):
+            return "scaling_type"
         lora_a.append(a_weight)
         lora_b.append(b_weight)
         scalings.append(float(scaling))

@@ -17,7 +17,7 @@ REASONS: dict[str, str] = {
     "disabled": "the adapters are disabled",
     "no_active_adapter": "none of the active adapters is on this layer",
     "zero_scaling": "every active adapter has scaling 0, so the frozen layer's own output is wanted",
-    "scaling_type": "the scaling is not a number",
+    "scaling_type": "the scaling is not a finite number",
     # of the call
     "switched_off": "LORAACCEL=0, or inside loraaccel.disabled()",
     "extra_arguments": "the call has more arguments than x (mixed batches, for one)",
