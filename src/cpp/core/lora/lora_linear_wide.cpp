@@ -170,18 +170,11 @@ Status lora_linear_backward_simd(const LoraSimd& simd, const ExecContext& ctx,
   LORAACCEL_RETURN_IF_ERROR(rank.adapter_gradients(simd, ctx, args, any_x, any_dy));
   if (args.grads.dw.defined()) {
     // dW = G^T x: left is G^T, read by the same kernel, so it is made row by row.
-    Scratch<float> transposed, product;
-    if (!transposed.allocate(ctx, rows * outputs)) return out_of_memory(kOp);
-    convert_rows(ctx, dy.data, int64_t{1}, dy.stride, transposed.data(), rows, 1, outputs, rows);
-    const WideProduct dw = {{transposed.data(), rows},
-                            outputs,
-                            rows,
-                            inputs,
-                            nullptr,
-                            0,
-                            nullptr,
-                            nullptr,
-                            &args.grads.dw};
+    Scratch<float> transposed;
+    Rows<float> dyt;
+    LORAACCEL_RETURN_IF_ERROR(rows_as<float>(ctx, kOp, args.dy.transposed(), &transposed, &dyt));
+    const WideProduct dw = {dyt, outputs, rows,    inputs,        nullptr,
+                            0,   nullptr, nullptr, &args.grads.dw};
     LORAACCEL_RETURN_IF_ERROR(
         wide_product(simd, ctx, dw, [&](int64_t col, int count, float* panel) {
           simd.pack_rows(x.data + col, x.stride, count, rows, panel);
