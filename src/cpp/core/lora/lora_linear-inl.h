@@ -5,6 +5,10 @@
 // V: kLanes, kRows (rows of the register tile); F; zero, set1, add, mul, fma(a, b, c) = a b + c, sum (of the lanes);
 //    load / load_n (n < kLanes lanes, the rest zero) / store / store_n for float, BFloat16 and Float16.
 
+// Accumulators are arrays that live in registers only where the function around them is inlined; left to itself gcc 12
+// makes calls of these as soon as there are two of a kind, and the kernel is half as fast.
+#define LORAACCEL_INLINE inline __attribute__((always_inline))
+
 constexpr int kWidth = 2 * V::kLanes;
 // Sums longer than this are split: error grows with the square root of the block length instead of the whole length.
 constexpr int64_t kSumBlock = 128;
@@ -38,8 +42,8 @@ inline void store_two(T* p, int n, const V::F* v) {
 // acc[i] += sum over k of left[i][k] right[k], `depth` steps. Three rows share a base pointer: base, base + stride and
 // base + 2 stride are one addressing mode each, so that 14 rows need 5 registers.
 template <int MR, class TR>
-inline void multiply_add(V::F (&acc)[MR][2], const float* left, int64_t stride, const TR* right,
-                         int64_t right_stride, int n, int64_t depth) {
+LORAACCEL_INLINE void multiply_add(V::F (&acc)[MR][2], const float* left, int64_t stride,
+                                   const TR* right, int64_t right_stride, int n, int64_t depth) {
   constexpr int kBases = (MR + 2) / 3;
   const float* base[kBases];
 #pragma GCC unroll 8
@@ -61,7 +65,7 @@ inline void multiply_add(V::F (&acc)[MR][2], const float* left, int64_t stride, 
 
 // Adds acc to `total` (or makes it the total) and starts acc from zero.
 template <int MR>
-inline void fold(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total) {
+LORAACCEL_INLINE void fold(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total) {
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i) {
 #pragma GCC unroll 2
@@ -76,9 +80,10 @@ inline void fold(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total
 
 // The sum over `depth` in blocks: all but the last block go through `total`, the last one stays in acc.
 template <int MR, class TR>
-inline void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total,
-                                 const float* left, int64_t stride, const TR* right,
-                                 int64_t right_stride, int n, int64_t depth) {
+LORAACCEL_INLINE void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth],
+                                           bool* has_total, const float* left, int64_t stride,
+                                           const TR* right, int64_t right_stride, int n,
+                                           int64_t depth) {
   while (depth > kSumBlock) {
     multiply_add<MR>(acc, left, stride, right, right_stride, n, kSumBlock);
     fold<MR>(acc, total, has_total);
@@ -450,3 +455,5 @@ void dropout_add(const float* t, int64_t t_stride, const DropoutBlock& b, DType 
 
 const LoraSimd kTable = {kWidth, V::kRows, pack_transposed, pack_rows,  product,
                          shrink, outer,    dropout,         dropout_add};
+
+#undef LORAACCEL_INLINE

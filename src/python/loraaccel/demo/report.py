@@ -10,6 +10,7 @@ from rich.table import Table
 
 from loraaccel.timing import Spread
 
+from .check import max_difference
 from .result import Result
 
 
@@ -37,13 +38,21 @@ def print_report(result: Result, console: Console) -> None:
         ("held-out loss after training", plain.heldout_losses[-1], patched.heldout_losses[-1]),
     ):
         table.add_row(label, f"{plain_loss:.6f}", f"{patched_loss:.6f}")
-    console.print(table)
     speedup = result.speedup
+    table.add_section()
+    table.add_row("plain / patched, median of the steps", "", f"[bold]{speedup.median:.3f}x[/]")
+    table.add_row(
+        "plain / patched, middle half", "", f"{speedup.first_quartile:.3f} to {speedup.third_quartile:.3f}"
+    )
+    for label, first, second in (
+        ("largest difference of the train curves", plain.train_losses, patched.train_losses),
+        ("largest difference of the held-out curves", plain.heldout_losses, patched.heldout_losses),
+    ):
+        table.add_row(label, "", f"{max_difference(first, second):.1e}")
+    console.print(table)
     console.print(
-        f"Plain PEFT takes [bold]{speedup.median:.3f}[/] times as long as the patched copy: median over the steps "
-        f"of plain / patched, middle half {speedup.first_quartile:.3f} to {speedup.third_quartile:.3f}, "
-        f"{result.num_warmup} of {len(plain.train_losses)} steps left out as warm-up. "
-        "Loss is the root mean squared error in rating points, on a scale of -4 to 4."
+        f"Both copies take each step one right after the other; {result.num_warmup} of {len(plain.train_losses)} steps "
+        "are left out as warm-up. Loss is the root mean squared error in rating points, on a scale of -4 to 4."
     )
     print_layers(result, console)
     for check in result.checks:
