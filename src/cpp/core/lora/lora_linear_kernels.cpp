@@ -10,7 +10,7 @@ namespace {
 
 // Below this many rows packing W costs more than a borrowed GEMM loses (measured on Zen 5, 384 to
 // 1280 columns: see benchmarks/README.md). Without a GEMM to borrow our own serves every size.
-constexpr int64_t kWideMinRows = 4;
+constexpr int64_t kWideMinRows = 2;
 
 const char* missing_avx512(bool = false) {
   if (lora_simd_avx512() == nullptr) return "not part of this build";
