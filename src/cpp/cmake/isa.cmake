@@ -12,6 +12,9 @@ function(loraaccel_isa_flags file isa)
       list(APPEND _flags ${_avx512} -mavx512bf16)
     endif()
   endif()
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64" AND isa STREQUAL "neon_bf16")
+    list(APPEND _flags -march=armv8.2-a+bf16)
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # gcc 12 takes the "undefined" registers of its own intrinsics for a mistake of the caller; and vectors wider than
     # the baseline's never cross a function of another unit here.

@@ -25,6 +25,7 @@ std::vector<std::string> cpu_features() {
   if (f.avx512) names.emplace_back("avx512");
   if (f.avx512_bf16) names.emplace_back("avx512_bf16");
   if (f.neon) names.emplace_back("neon");
+  if (f.neon_bf16) names.emplace_back("neon_bf16");
   return names;
 }
 

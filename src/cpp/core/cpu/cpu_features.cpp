@@ -2,6 +2,9 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace loraaccel {
@@ -30,6 +33,9 @@ CpuFeatures detect() {
   f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16") != 0;
 #elif defined(__aarch64__)
   f.neon = true;  // part of the architecture
+#if defined(__linux__) && defined(HWCAP2_BF16)
+  f.neon_bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#endif
 #endif
   return f;
 }

@@ -1,290 +1,225 @@
-// Entry of the operator: checks once, picks once.
-#include "loraaccel/lora_linear.h"
-
-#include <cmath>
-#include <cstdint>
-#include <initializer_list>
-#include <new>
-#include <utility>
+// Entry of the operators of linear layers: checks once, picks once. A single layer is a group of one projection.
+#include "loraaccel/lora_qkv.h"
 
 #include "kernel_choice.h"
+#include "lora/checks.h"
 #include "lora/lora_linear_kernels.h"
-#include "scratch.h"
+#include "lora/lora_rank.h"
 
 namespace loraaccel {
 namespace {
 
-std::string shape_text(const TensorView& v) {
-  if (v.ndim == 0) return "(undefined)";
-  if (v.ndim == 1) return "[" + std::to_string(v.shape[0]) + "]";
-  return "[" + std::to_string(v.shape[0]) + ", " + std::to_string(v.shape[1]) + "]";
-}
+// How the operands are named in messages.
+struct Entry {
+  const char* op;
+  bool single;  // lora_linear: no index of a projection
 
-const char* device_name(DeviceType device) {
-  return device == DeviceType::kCUDA ? "a CUDA device" : "the CPU";
-}
-
-// Collects what the messages need: the operator, and the prefix of an adapter's operands.
-class Checker {
- public:
-  Checker(const char* op, DeviceType device) : op_(op), device_(device) {}
-
-  Status fail(StatusCode code, const std::string& text) const {
-    return Status(code, std::string(op_) + ": " + text);
+  void name_projection(Checker* check, size_t j) const {
+    if (!single) check->set_projection(static_cast<int64_t>(j));
   }
-
-  Status matrix(const char* name, const TensorView& v, int64_t rows, int64_t cols,
-                const char* letters) const {
-    if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != cols) {
-      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
-                                                  ", expected [" + std::to_string(rows) + ", " +
-                                                  std::to_string(cols) + "] (" + letters + ")");
-    }
-    return pointer(name, v);
-  }
-
-  Status vector(const char* name, const TensorView& v, int64_t size, const char* letter) const {
-    if (v.ndim != 1 || v.shape[0] != size) {
-      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
-                                                  ", expected [" + std::to_string(size) + "] (" +
-                                                  letter + ")");
-    }
-    return pointer(name, v);
-  }
-
-  Status dtype(const char* name, const TensorView& v, DType wanted, const char* of) const {
-    if (v.dtype == wanted) return Status();
-    return fail(StatusCode::kUnsupportedDtype, std::string(name) + " is " + dtype_name(v.dtype) +
-                                                   ", expected " + dtype_name(wanted) + " as " +
-                                                   of);
-  }
-
-  Status pointer(const char* name, const TensorView& v) const {
-    if (v.numel() != 0 && v.data == nullptr)
-      return fail(StatusCode::kInvalidArgument, std::string(name) + " is null");
-    if (v.device != device_) {
-      return fail(StatusCode::kUnsupportedDevice, std::string(name) + " is on " +
-                                                      device_name(v.device) + ", expected " +
-                                                      device_name(device_) + " as the context");
-    }
-    return Status();
-  }
-
-  Status adapter(const LoraAdapter& ad, const TensorView& x, const TensorView& w) const {
-    if (ad.a.ndim != 2 || ad.a.cols() != x.cols()) {
-      return fail(StatusCode::kShapeMismatch, "lora_A has shape " + shape_text(ad.a) +
-                                                  ", expected [R, " + std::to_string(x.cols()) +
-                                                  "] to go with x " + shape_text(x));
-    }
-    LORAACCEL_RETURN_IF_ERROR(pointer("lora_A", ad.a));
-    if (ad.a.rows() < 1)
-      return fail(StatusCode::kShapeMismatch,
-                  "lora_A has shape " + shape_text(ad.a) + ", expected a rank of at least 1");
-    LORAACCEL_RETURN_IF_ERROR(matrix("lora_B", ad.b, w.rows(), ad.a.rows(), "N, R"));
-    LORAACCEL_RETURN_IF_ERROR(dtype("lora_B", ad.b, ad.a.dtype, "lora_A"));
-    if ((ad.a.dtype == DType::kFloat64) != (x.dtype == DType::kFloat64)) {
-      return fail(StatusCode::kUnsupportedDtype,
-                  std::string("lora_A is ") + dtype_name(ad.a.dtype) + " and x " +
-                      dtype_name(x.dtype) + ", expected both float64 or neither");
-    }
-    if (!std::isfinite(ad.scale)) {
-      return fail(StatusCode::kInvalidArgument,
-                  "scaling is " + std::to_string(ad.scale) + ", expected a finite number");
-    }
-    if (!(ad.dropout.p >= 0 && ad.dropout.p <= 1)) {
-      return fail(StatusCode::kInvalidArgument, "input_dropout is " + std::to_string(ad.dropout.p) +
-                                                    ", expected a probability from 0 to 1");
-    }
-    return Status();
-  }
-
-  Status context(const ExecContext& ctx) const {
-    if (ctx.num_threads >= 1 && ctx.parallel != nullptr && ctx.allocate != nullptr &&
-        ctx.deallocate != nullptr) {
-      return Status();
-    }
-    return fail(StatusCode::kInvalidArgument,
-                "the context lacks threads, parallel, allocate or deallocate, expected all of them "
-                "as in default_context()");
-  }
-
-  Status layer(const TensorView& x, const TensorView& w,
-               std::span<const LoraAdapter> adapters) const {
-    if (x.ndim != 2)
-      return fail(StatusCode::kShapeMismatch, "x has shape " + shape_text(x) + ", expected [M, K]");
-    LORAACCEL_RETURN_IF_ERROR(pointer("x", x));
-    if (w.ndim != 2 || w.cols() != x.cols()) {
-      return fail(StatusCode::kShapeMismatch, "weight has shape " + shape_text(w) +
-                                                  ", expected [N, " + std::to_string(x.cols()) +
-                                                  "] to go with x " + shape_text(x));
-    }
-    LORAACCEL_RETURN_IF_ERROR(pointer("weight", w));
-    LORAACCEL_RETURN_IF_ERROR(dtype("weight", w, x.dtype, "x"));
-    for (const LoraAdapter& ad : adapters) LORAACCEL_RETURN_IF_ERROR(adapter(ad, x, w));
-    return Status();
-  }
-
-  Status hidden(const TensorView& h, const TensorView& x,
-                std::span<const LoraAdapter> adapters) const {
-    int64_t rank = 0;
-    for (const LoraAdapter& ad : adapters) rank += ad.a.rows();
-    LORAACCEL_RETURN_IF_ERROR(matrix("hidden", h, x.rows(), rank, "M, sum of R"));
-    const DType wanted = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-    LORAACCEL_RETURN_IF_ERROR(dtype("hidden", h, wanted, "the type of the sums"));
-    if (h.numel() != 0 &&
-        ((rank > 1 && h.stride[1] != 1) || (h.rows() > 1 && h.stride[0] != rank))) {
-      return fail(StatusCode::kInvalidArgument, "hidden is not dense");
-    }
-    return Status();
-  }
-
-  // The memory between the lowest and the highest element counts as the operand's, gaps included.
-  Status apart(const char* name, const TensorView& out, std::initializer_list<TensorView> inputs,
-               std::span<const LoraAdapter> adapters) const {
-    bool overlaps = false;
-    for (const TensorView& in : inputs) overlaps = overlaps || share_memory(out, in);
-    for (const LoraAdapter& ad : adapters) {
-      overlaps = overlaps || share_memory(out, ad.a) || share_memory(out, ad.b);
-    }
-    if (!overlaps) return Status();
-    return fail(StatusCode::kInvalidArgument,
-                std::string(name) + " overlaps an input, expected memory of its own");
-  }
-
- private:
-  static bool share_memory(const TensorView& a, const TensorView& b) {
-    if (a.numel() == 0 || b.numel() == 0) return false;
-    const auto [a_low, a_high] = extent(a);
-    const auto [b_low, b_high] = extent(b);
-    return a_low < b_high && b_low < a_high;
-  }
-  static std::pair<uintptr_t, uintptr_t> extent(const TensorView& v) {
-    int64_t low = 0;
-    int64_t high = 1;
-    for (int d = 0; d < v.ndim; ++d) {
-      const int64_t reach = (v.shape[d] - 1) * v.stride[d];
-      (reach < 0 ? low : high) += reach;
-    }
-    const auto size = static_cast<int64_t>(dtype_size_bytes(v.dtype));
-    const auto base = reinterpret_cast<uintptr_t>(v.data);
-    return {base + static_cast<uintptr_t>(low * size), base + static_cast<uintptr_t>(high * size)};
-  }
-
-  const char* op_;
-  DeviceType device_;
 };
 
-Status check_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  const Checker check("lora_linear_backward", ctx.device);
+// `out` shares no memory with the operands of any projection.
+template <class Projections>
+Status apart_from_all(const Checker& check, const char* name, const TensorView& out,
+                      std::initializer_list<TensorView> inputs, const Projections& projections) {
+  LORAACCEL_RETURN_IF_ERROR(check.apart(name, out, inputs, {}));
+  for (const auto& p : projections)
+    LORAACCEL_RETURN_IF_ERROR(check.apart(name, out, {p.w}, p.adapters));
+  return Status();
+}
+
+Status check_forward(const Entry& entry, const ExecContext& ctx, const LoraQkvArgs& args) {
+  Checker check(entry.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
-  const LoraLinearGrads& g = args.grads;
-  LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
-  LORAACCEL_RETURN_IF_ERROR(check.matrix("grad", args.dy, args.x.rows(), args.w.rows(), "M, N"));
-  LORAACCEL_RETURN_IF_ERROR(check.dtype("grad", args.dy, args.x.dtype, "x"));
-  if (g.dx.defined()) {
-    LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_x", g.dx, args.x.rows(), args.x.cols(), "M, K"));
-    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_x", g.dx, args.x.dtype, "x"));
-  }
-  if (g.dw.defined()) {
+  LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
+  if (args.projections.empty())
+    return check.fail(StatusCode::kInvalidArgument, "no projections, expected at least one");
+  int64_t rank = 0;
+  for (size_t j = 0; j < args.projections.size(); ++j) {
+    const LoraProjection& p = args.projections[j];
+    entry.name_projection(&check, j);
     LORAACCEL_RETURN_IF_ERROR(
-        check.matrix("grad_weight", g.dw, args.w.rows(), args.w.cols(), "N, K"));
-    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_weight", g.dw, args.x.dtype, "weight"));
+        check.layer(args.x, p.w, p.adapters, p.packed_w, WeightUse::kForward));
+    if (p.bias.defined()) {
+      LORAACCEL_RETURN_IF_ERROR(check.vector("bias", p.bias, p.w.rows(), "N"));
+      LORAACCEL_RETURN_IF_ERROR(check.dtype("bias", p.bias, args.x.dtype, "x"));
+    }
+    LORAACCEL_RETURN_IF_ERROR(check.matrix("y", p.y, args.x.rows(), p.w.rows(), "M, N"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("y", p.y, args.x.dtype, "x"));
+    LORAACCEL_RETURN_IF_ERROR(
+        apart_from_all(check, "y", p.y, {args.x, p.bias}, args.projections));
+    rank += total_rank(p.adapters);
   }
-  if (g.dbias.defined()) {
-    LORAACCEL_RETURN_IF_ERROR(check.vector("grad_bias", g.dbias, args.w.rows(), "N"));
-    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_bias", g.dbias, args.x.dtype, "weight"));
+  check.set_projection(-1);
+  if (rank == 0) return Status();
+  LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, rank));
+  return apart_from_all(check, "hidden", args.h, {args.x}, args.projections);
+}
+
+Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
+                       const LoraProjectionBackward& p, bool* needs_hidden) {
+  const DType dtype = args.x.dtype;
+  if (p.dy.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(check.matrix("grad", p.dy, args.x.rows(), p.w.rows(), "M, N"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad", p.dy, dtype, "x"));
   }
-  if (g.da.size() != args.adapters.size() || g.db.size() != args.adapters.size()) {
+  if (p.dw.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_weight", p.dw, p.w.rows(), p.w.cols(), "N, K"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_weight", p.dw, dtype, "weight"));
+  }
+  if (p.dbias.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(check.vector("grad_bias", p.dbias, p.w.rows(), "N"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_bias", p.dbias, dtype, "weight"));
+  }
+  if (p.da.size() != p.adapters.size() || p.db.size() != p.adapters.size()) {
     return check.fail(StatusCode::kInvalidArgument,
-                      std::to_string(g.da.size()) + " grad_A and " + std::to_string(g.db.size()) +
+                      std::to_string(p.da.size()) + " grad_A and " + std::to_string(p.db.size()) +
                           " grad_B, expected one of each for " +
-                          std::to_string(args.adapters.size()) + " adapters");
+                          std::to_string(p.adapters.size()) + " adapters");
   }
-  bool needs_hidden = false;
-  for (size_t i = 0; i < args.adapters.size(); ++i) {
-    const LoraAdapter& ad = args.adapters[i];
-    if (g.da[i].defined()) {
-      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_A", g.da[i], ad.a.rows(), ad.a.cols(), "R, K"));
-      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_A", g.da[i], ad.a.dtype, "lora_A"));
+  for (size_t i = 0; i < p.adapters.size(); ++i) {
+    const LoraAdapter& ad = p.adapters[i];
+    if (p.da[i].defined()) {
+      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_A", p.da[i], ad.a.rows(), ad.a.cols(), "R, K"));
+      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_A", p.da[i], ad.a.dtype, "lora_A"));
     }
-    if (g.db[i].defined()) {
-      needs_hidden = true;
-      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_B", g.db[i], ad.b.rows(), ad.b.cols(), "N, R"));
-      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_B", g.db[i], ad.b.dtype, "lora_B"));
+    if (p.db[i].defined()) {
+      *needs_hidden = true;
+      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_B", p.db[i], ad.b.rows(), ad.b.cols(), "N, R"));
+      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_B", p.db[i], ad.b.dtype, "lora_B"));
     }
-  }
-  if (needs_hidden) LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, args.adapters));
-  const auto inputs = {args.dy, args.x, args.w, needs_hidden ? args.h : TensorView()};
-  LORAACCEL_RETURN_IF_ERROR(check.apart("grad_x", g.dx, inputs, args.adapters));
-  LORAACCEL_RETURN_IF_ERROR(check.apart("grad_weight", g.dw, inputs, args.adapters));
-  LORAACCEL_RETURN_IF_ERROR(check.apart("grad_bias", g.dbias, inputs, args.adapters));
-  for (size_t i = 0; i < args.adapters.size(); ++i) {
-    LORAACCEL_RETURN_IF_ERROR(check.apart("grad_A", g.da[i], inputs, args.adapters));
-    LORAACCEL_RETURN_IF_ERROR(check.apart("grad_B", g.db[i], inputs, args.adapters));
   }
   return Status();
 }
 
-Status check_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
-  const Checker check("lora_linear", ctx.device);
+Status check_backward(const Entry& entry, const ExecContext& ctx,
+                      const LoraQkvBackwardArgs& args) {
+  Checker check(entry.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
-  LORAACCEL_RETURN_IF_ERROR(check.layer(args.x, args.w, args.adapters));
-  if (args.bias.defined()) {
-    LORAACCEL_RETURN_IF_ERROR(check.vector("bias", args.bias, args.w.rows(), "N"));
-    LORAACCEL_RETURN_IF_ERROR(check.dtype("bias", args.bias, args.x.dtype, "x"));
+  LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
+  if (args.projections.empty())
+    return check.fail(StatusCode::kInvalidArgument, "no projections, expected at least one");
+  bool needs_hidden = false;
+  int64_t rank = 0;
+  for (size_t j = 0; j < args.projections.size(); ++j) {
+    const LoraProjectionBackward& p = args.projections[j];
+    entry.name_projection(&check, j);
+    LORAACCEL_RETURN_IF_ERROR(
+        check.layer(args.x, p.w, p.adapters, p.packed_w, WeightUse::kInputGradient));
+    LORAACCEL_RETURN_IF_ERROR(check_gradients(check, args, p, &needs_hidden));
+    rank += total_rank(p.adapters);
   }
-  LORAACCEL_RETURN_IF_ERROR(check.matrix("y", args.y, args.x.rows(), args.w.rows(), "M, N"));
-  LORAACCEL_RETURN_IF_ERROR(check.dtype("y", args.y, args.x.dtype, "x"));
-  const auto inputs = {args.x, args.w, args.bias};
-  LORAACCEL_RETURN_IF_ERROR(check.apart("y", args.y, inputs, args.adapters));
-  if (!args.adapters.empty()) {
-    LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, args.adapters));
-    LORAACCEL_RETURN_IF_ERROR(check.apart("hidden", args.h, inputs, args.adapters));
+  check.set_projection(-1);
+  if (args.dx.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(
+        check.matrix("grad_x", args.dx, args.x.rows(), args.x.cols(), "M, K"));
+    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_x", args.dx, args.x.dtype, "x"));
+  }
+  if (needs_hidden) LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, rank));
+  const TensorView hidden = needs_hidden ? args.h : TensorView();
+  for (const LoraProjectionBackward& source : args.projections) {
+    const auto inputs = {source.dy, args.x, source.w, hidden};
+    LORAACCEL_RETURN_IF_ERROR(check.apart("grad_x", args.dx, inputs, source.adapters));
+    for (const LoraProjectionBackward& p : args.projections) {
+      LORAACCEL_RETURN_IF_ERROR(check.apart("grad_weight", p.dw, inputs, source.adapters));
+      LORAACCEL_RETURN_IF_ERROR(check.apart("grad_bias", p.dbias, inputs, source.adapters));
+      for (size_t i = 0; i < p.adapters.size(); ++i) {
+        LORAACCEL_RETURN_IF_ERROR(check.apart("grad_A", p.da[i], inputs, source.adapters));
+        LORAACCEL_RETURN_IF_ERROR(check.apart("grad_B", p.db[i], inputs, source.adapters));
+      }
+    }
   }
   return Status();
 }
 
-template <class Args, class Declines>
-const LoraLinearKernel* pick(const char* op, const ExecContext& ctx, const Args& args,
-                             const Declines& declines, Status* status) {
+// Threads that pay: a share of the work below some microseconds costs more to hand out than to do. The result of our
+// own kernels does not depend on their number.
+ExecContext with_useful_threads(const ExecContext& ctx, double multiplications) {
+  constexpr double kPerThread = 1e6;
+  ExecContext limited = ctx;
+  const double useful = std::max(1.0, multiplications / kPerThread);
+  if (useful < ctx.num_threads) limited.num_threads = static_cast<int>(useful);
+  return limited;
+}
+
+template <class Args>
+double multiplications(const Args& args) {
+  double sum = 0;
+  for (const auto& p : args.projections) {
+    const double rank = static_cast<double>(total_rank(p.adapters));
+    const auto inputs = static_cast<double>(p.w.cols());
+    const auto outputs = static_cast<double>(p.w.rows());
+    sum += static_cast<double>(args.x.rows()) *
+           (inputs * outputs + rank * (inputs + outputs));
+  }
+  return sum;
+}
+
+template <class Args, class Declines, class Run>
+Status run_kernel(const char* op, const ExecContext& ctx, const Args& args,
+                  const Declines& declines, const Run& run) {
   const auto list =
       ctx.device == DeviceType::kCUDA ? lora_linear_cuda_kernels() : lora_linear_kernels();
-  return choose_kernel<LoraLinearKernel>(
-      op, list, ctx, [&](const LoraLinearKernel& k) { return (k.*declines)(ctx, args); }, status);
+  Status status;
+  const auto* kernel = choose_kernel<LoraLinearKernel>(
+      op, list, ctx, [&](const LoraLinearKernel& k) { return (k.*declines)(ctx, args); }, &status);
+  if (kernel == nullptr) return status;
+  return (kernel->*run)(with_useful_threads(ctx, multiplications(args)), op, args);
 }
 
-// The standard library may throw bad_alloc; no exception leaves the core.
-template <class F>
-Status without_exceptions(const char* op, const F& f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return out_of_memory(op);
-  } catch (...) {
-    return Status(StatusCode::kInternal, std::string(op) + ": an exception of an unknown type");
-  }
+Status forward(const Entry& entry, const ExecContext& ctx, const LoraQkvArgs& args) {
+  return without_exceptions(entry.op, [&]() -> Status {
+    LORAACCEL_RETURN_IF_ERROR(check_forward(entry, ctx, args));
+    return run_kernel(entry.op, ctx, args, &LoraLinearKernel::declines_forward,
+                      &LoraLinearKernel::forward);
+  });
+}
+
+Status backward(const Entry& entry, const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
+  return without_exceptions(entry.op, [&]() -> Status {
+    LORAACCEL_RETURN_IF_ERROR(check_backward(entry, ctx, args));
+    return run_kernel(entry.op, ctx, args, &LoraLinearKernel::declines_backward,
+                      &LoraLinearKernel::backward);
+  });
 }
 
 }  // namespace
 
+Status lora_qkv_forward(const ExecContext& ctx, const LoraQkvArgs& args) {
+  return forward({"lora_qkv", false}, ctx, args);
+}
+
+Status lora_qkv_backward(const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
+  return backward({"lora_qkv_backward", false}, ctx, args);
+}
+
 Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
-  return without_exceptions("lora_linear", [&]() -> Status {
-    Status status = check_forward(ctx, args);
-    if (!status.ok()) return status;
-    const auto* kernel =
-        pick("lora_linear", ctx, args, &LoraLinearKernel::declines_forward, &status);
-    return kernel == nullptr ? status : kernel->forward(ctx, args);
-  });
+  LoraProjection projection;
+  projection.w = args.w;
+  projection.bias = args.bias;
+  projection.adapters = args.adapters;
+  projection.y = args.y;
+  projection.packed_w = args.packed_w;
+  return forward({"lora_linear", true}, ctx, {args.x, {&projection, 1}, args.h});
 }
 
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  return without_exceptions("lora_linear_backward", [&]() -> Status {
-    Status status = check_backward(ctx, args);
-    if (!status.ok()) return status;
-    const auto* kernel =
-        pick("lora_linear_backward", ctx, args, &LoraLinearKernel::declines_backward, &status);
-    return kernel == nullptr ? status : kernel->backward(ctx, args);
-  });
+  constexpr Entry kEntry = {"lora_linear_backward", true};
+  if (!args.dy.defined()) {
+    return Checker(kEntry.op, ctx.device)
+        .fail(StatusCode::kShapeMismatch, "grad has shape (undefined), expected [M, N]");
+  }
+  LoraProjectionBackward projection;
+  projection.dy = args.dy;
+  projection.w = args.w;
+  projection.adapters = args.adapters;
+  projection.dw = args.grads.dw;
+  projection.dbias = args.grads.dbias;
+  projection.da = args.grads.da;
+  projection.db = args.grads.db;
+  projection.packed_w = args.packed_w;
+  return backward(kEntry, ctx, {args.x, {&projection, 1}, args.h, args.grads.dx});
 }
 
 }  // namespace loraaccel

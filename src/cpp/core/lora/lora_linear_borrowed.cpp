@@ -3,13 +3,12 @@
 #include <algorithm>
 
 #include "lora/lora_linear_kernels.h"
-#include "lora/lora_linear_rank.h"
+#include "lora/lora_own.h"
+#include "lora/lora_rank.h"
 #include "random/philox.h"
 
 namespace loraaccel {
 namespace {
-
-constexpr const char* kOp = "lora_linear";
 
 Status lend_gemm(const ExecContext& ctx, const TensorView& a, const TensorView& b,
                  const TensorView& c, double alpha, double beta, const TensorView& bias = {}) {
@@ -44,11 +43,11 @@ void for_dropout(const ExecContext& ctx, const DropoutSpec& d, int64_t rows, int
 }
 
 // D(x) as a dense matrix, or x itself where there is no dropout.
-Status dropped_input(const ExecContext& ctx, const DropoutSpec& d, const TensorView& x,
+Status dropped_input(const ExecContext& ctx, const char* op, const DropoutSpec& d, const TensorView& x,
                      Scratch<double>* scratch, TensorView* out) {
   *out = x;
   if (d.p <= 0) return Status();
-  if (!scratch->allocate(ctx, x.numel())) return out_of_memory(kOp);
+  if (!scratch->allocate(ctx, x.numel())) return out_of_memory(op);
   const auto* in = static_cast<const double*>(x.data);
   double* to = scratch->data();
   const int64_t cols = x.cols();
@@ -60,9 +59,9 @@ Status dropped_input(const ExecContext& ctx, const DropoutSpec& d, const TensorV
 }
 
 // scale * a b in scratch. (With beta = 1 a GEMM may add to the large output step by step, and round each step.)
-Status update_product(const ExecContext& ctx, const TensorView& a, const TensorView& b,
+Status update_product(const ExecContext& ctx, const char* op, const TensorView& a, const TensorView& b,
                       double scale, Scratch<double>* update) {
-  if (!update->allocate(ctx, a.rows() * b.cols())) return out_of_memory(kOp);
+  if (!update->allocate(ctx, a.rows() * b.cols())) return out_of_memory(op);
   return lend_gemm(
       ctx, a, b, TensorView::matrix(update->data(), DType::kFloat64, a.rows(), b.cols()), scale, 0);
 }
@@ -81,86 +80,137 @@ void add_update(const ExecContext& ctx, const DropoutSpec& dropout, const double
   });
 }
 
-Status forward_float64(const ExecContext& ctx, const LoraLinearArgs& args) {
-  int64_t start = 0;
-  for (const LoraAdapter& ad : args.adapters) {
-    const TensorView h = columns(args.h, start, ad.a.rows());
-    Scratch<double> scratch;
-    TensorView x;
-    LORAACCEL_RETURN_IF_ERROR(dropped_input(ctx, ad.dropout, args.x, &scratch, &x));
-    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, x, ad.a.transposed(), h, 1, 0));
-    Scratch<double> update;
-    LORAACCEL_RETURN_IF_ERROR(update_product(ctx, h, ad.b.transposed(), ad.scale, &update));
-    add_update(ctx, {}, update.data(), args.y);
+Status forward_float64(const ExecContext& ctx, const char* op, const TensorView& x,
+                       const LoraProjection& p, const TensorView& h, int64_t start) {
+  for (const LoraAdapter& ad : p.adapters) {
+    const TensorView hidden = columns(h, start, ad.a.rows());
+    Scratch<double> scratch, update;
+    TensorView dropped;
+    LORAACCEL_RETURN_IF_ERROR(dropped_input(ctx, op, ad.dropout, x, &scratch, &dropped));
+    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, dropped, ad.a.transposed(), hidden, 1, 0));
+    LORAACCEL_RETURN_IF_ERROR(
+        update_product(ctx, op, hidden, ad.b.transposed(), ad.scale, &update));
+    add_update(ctx, {}, update.data(), p.y);
     start += ad.a.rows();
   }
   return Status();
 }
 
-Status backward_float64(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
+Status backward_float64(const ExecContext& ctx, const char* op, const LoraQkvBackwardArgs& args,
+                        const LoraProjectionBackward& p, int64_t start) {
   const int64_t rows = args.x.rows();
-  int64_t start = 0;
-  for (size_t i = 0; i < args.adapters.size(); ++i) {
-    const LoraAdapter& ad = args.adapters[i];
+  for (size_t i = 0; i < p.adapters.size(); ++i) {
+    const LoraAdapter& ad = p.adapters[i];
     Scratch<double> u_scratch, x_scratch, update;
-    if (!u_scratch.allocate(ctx, rows * ad.a.rows())) return out_of_memory(kOp);
+    if (!u_scratch.allocate(ctx, rows * ad.a.rows())) return out_of_memory(op);
     const TensorView u = TensorView::matrix(u_scratch.data(), DType::kFloat64, rows, ad.a.rows());
-    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.dy, ad.b, u, ad.scale, 0));
-    if (args.grads.dx.defined()) {
-      LORAACCEL_RETURN_IF_ERROR(update_product(ctx, u, ad.a, 1, &update));
-      add_update(ctx, ad.dropout, update.data(), args.grads.dx);
+    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, p.dy, ad.b, u, ad.scale, 0));
+    if (args.dx.defined()) {
+      LORAACCEL_RETURN_IF_ERROR(update_product(ctx, op, u, ad.a, 1, &update));
+      add_update(ctx, ad.dropout, update.data(), args.dx);
     }
-    if (args.grads.da[i].defined()) {
+    if (p.da[i].defined()) {
       TensorView x;
-      LORAACCEL_RETURN_IF_ERROR(dropped_input(ctx, ad.dropout, args.x, &x_scratch, &x));
-      LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, u.transposed(), x, args.grads.da[i], 1, 0));
+      LORAACCEL_RETURN_IF_ERROR(dropped_input(ctx, op, ad.dropout, args.x, &x_scratch, &x));
+      LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, u.transposed(), x, p.da[i], 1, 0));
     }
-    if (args.grads.db[i].defined()) {
-      LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.dy.transposed(),
-                                          columns(args.h, start, ad.a.rows()), args.grads.db[i],
-                                          ad.scale, 0));
+    if (p.db[i].defined()) {
+      LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, p.dy.transposed(),
+                                          columns(args.h, start, ad.a.rows()), p.db[i], ad.scale,
+                                          0));
     }
     start += ad.a.rows();
   }
   return Status();
+}
+
+// No gradient arrived: what is wanted of this projection is zero.
+void store_zeros(const ExecContext& ctx, const LoraProjectionBackward& p) {
+  const auto zero = [&](const TensorView& v) {
+    const double none = 0;
+    if (v.defined()) store_view(ctx, &none, 0, 0, 1.0, v);
+  };
+  zero(p.dw);
+  zero(p.dbias);
+  for (const TensorView& v : p.da) zero(v);
+  for (const TensorView& v : p.db) zero(v);
 }
 
 }  // namespace
 
-Status lora_linear_forward_borrowed(const ExecContext& ctx, const LoraLinearArgs& args) {
-  LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.x, args.w.transposed(), args.y, 1, 0, args.bias));
-  if (args.adapters.empty()) return Status();
-  if (args.x.dtype == DType::kFloat64) return forward_float64(ctx, args);
+Status lora_group_forward_borrowed(const ExecContext& ctx, const char* op,
+                                   const LoraQkvArgs& args) {
+  int64_t start = 0;
+  std::vector<LoraAdapter> adapters;
+  for (const LoraProjection& p : args.projections) {
+    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.x, p.w.transposed(), p.y, 1, 0, p.bias));
+    if (args.x.dtype == DType::kFloat64)
+      LORAACCEL_RETURN_IF_ERROR(forward_float64(ctx, op, args.x, p, args.h, start));
+    start += total_rank(p.adapters);
+    adapters.insert(adapters.end(), p.adapters.begin(), p.adapters.end());
+  }
+  if (adapters.empty() || args.x.dtype == DType::kFloat64) return Status();
   const LoraSimd& simd = lora_simd_best();
   Scratch<char> x_copy;
   AnyRows x;
-  LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, kOp, args.x, &x_copy, &x));
+  LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.x, &x_copy, &x));
   LORAACCEL_RETURN_IF_ERROR(
-      rank_hidden(simd, ctx, x, args.x.rows(), args.x.cols(), args.adapters, args.h));
-  return rank_expand(simd, ctx, args.adapters, args.h, args.y);
+      rank_hidden(simd, ctx, op, x, args.x.rows(), args.x.cols(), adapters, args.h));
+  start = 0;
+  for (const LoraProjection& p : args.projections) {
+    const int64_t rank = total_rank(p.adapters);
+    LORAACCEL_RETURN_IF_ERROR(
+        rank_expand(simd, ctx, op, p.adapters, columns(args.h, start, rank), p.y));
+    start += rank;
+  }
+  return Status();
 }
 
-Status lora_linear_backward_borrowed(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  const LoraLinearGrads& grads = args.grads;
-  if (grads.dx.defined())
-    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.dy, args.w, grads.dx, 1, 0));
-  if (grads.dw.defined())
-    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.dy.transposed(), args.x, grads.dw, 1, 0));
-  Scratch<char> x_copy, dy_copy;
-  AnyRows x, dy;
-  if (needs_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, kOp, args.x, &x_copy, &x));
-  LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, kOp, args.dy, &dy_copy, &dy));
-  if (grads.dbias.defined()) column_sums(ctx, dy, args.dy.rows(), grads.dbias);
-  if (args.adapters.empty()) return Status();
-  if (args.x.dtype == DType::kFloat64) return backward_float64(ctx, args);
-
+Status lora_group_backward_borrowed(const ExecContext& ctx, const char* op,
+                                    const LoraQkvBackwardArgs& args) {
+  const bool in_double = args.x.dtype == DType::kFloat64;
+  const int64_t rows = args.x.rows();
+  std::vector<Scratch<char>> dy_copies(args.projections.size());
+  std::vector<RankLayer> layers;
+  bool some = false;
+  for (size_t j = 0; j < args.projections.size(); ++j) {
+    const LoraProjectionBackward& p = args.projections[j];
+    AnyRows dy;
+    if (p.dy.defined()) {
+      if (args.dx.defined())
+        LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, p.dy, p.w, args.dx, 1, some ? 1 : 0));
+      if (p.dw.defined())
+        LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, p.dy.transposed(), args.x, p.dw, 1, 0));
+      LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, p.dy, &dy_copies[j], &dy));
+      if (p.dbias.defined()) column_sums(ctx, dy, rows, p.dbias);
+      some = true;
+    } else {
+      store_zeros(ctx, p);
+    }
+    layers.push_back({dy, p.w.rows(), p.adapters, p.da, p.db});
+  }
+  if (args.dx.defined() && !some) {
+    const double none = 0;
+    store_view(ctx, &none, 0, 0, 1.0, args.dx);
+  }
+  if (in_double) {
+    int64_t start = 0;
+    for (const LoraProjectionBackward& p : args.projections) {
+      if (p.dy.defined()) LORAACCEL_RETURN_IF_ERROR(backward_float64(ctx, op, args, p, start));
+      start += total_rank(p.adapters);
+    }
+    return Status();
+  }
+  Scratch<char> x_copy;
+  AnyRows x;
+  if (reads_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.x, &x_copy, &x));
   const LoraSimd& simd = lora_simd_best();
   RankBackward rank;
-  LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, args));
-  if (grads.dx.defined()) {
-    LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, args, /*plain_too=*/true));
-  }
-  return rank.adapter_gradients(simd, ctx, args, x, dy);
+  LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, rows, layers));
+  if (rank.adapters().empty()) return Status();
+  if (args.dx.defined())
+    LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, args.dx, /*plain_too=*/true));
+  return rank.adapter_gradients(simd, ctx, x, args.x.cols(), args.h);
 }
 
 }  // namespace loraaccel

@@ -2,15 +2,16 @@
 
 #include "cpu/cpu_features.h"
 #include "kernel_choice.h"
-#include "lora/lora_linear_simd.h"
+#include "lora/lora_own.h"
 #include "lora/operands.h"
 
 namespace loraaccel {
 namespace {
 
-// Below this many rows packing W costs more than a borrowed GEMM loses (measured on Zen 5, 384 to
-// 1280 columns: see benchmarks/README.md). Without a GEMM to borrow our own serves every size.
-constexpr int64_t kWideMinRows = 2;
+const char* missing_avx512_bf16(bool = false) {
+  if (lora_simd_avx512_bf16() == nullptr) return "not part of this build";
+  return cpu_features_detected().avx512_bf16 ? nullptr : "the CPU lacks AVX512_BF16";
+}
 
 const char* missing_avx512(bool = false) {
   if (lora_simd_avx512() == nullptr) return "not part of this build";
@@ -22,20 +23,27 @@ const char* missing_avx2(bool = false) {
   return cpu_features_detected().avx2 ? nullptr : "the CPU lacks AVX2, FMA or F16C";
 }
 
+const char* missing_neon_bf16(bool = false) {
+  if (lora_simd_neon_bf16() == nullptr) return "not part of this build";
+  return cpu_features_detected().neon_bf16 ? nullptr : "the CPU lacks the bf16 instructions";
+}
+
+const char* missing_neon(bool = false) {
+  if (lora_simd_neon() == nullptr) return "not part of this build";
+  return cpu_features_detected().neon ? nullptr : "the CPU lacks NEON";
+}
+
 const char* always_there(bool) { return nullptr; }
 
 const char* needs_lender(bool host_lends_gemm) {
   return host_lends_gemm ? nullptr : "the host lends no GEMM (inside torch it does)";
 }
 
-const char* wide_declines(const ExecContext& ctx, const TensorView& x) {
+const char* own_declines(const LoraSimd& simd, const ExecContext& ctx, const TensorView& x) {
   if (x.dtype == DType::kFloat64) return "the operands are float64";
   if (ctx.gemm == nullptr || forced_kernel() != nullptr) return nullptr;
-  if (x.dtype != DType::kFloat32) {
+  if (x.dtype == DType::kFloat16 || (x.dtype == DType::kBFloat16 && !simd.pairs)) {
     return "the operands are 16-bit, and the host lends a GEMM for them";
-  }
-  if (x.rows() < kWideMinRows) {
-    return "fewer rows than pay for packing W, and the host lends a GEMM";
   }
   return nullptr;
 }
@@ -45,31 +53,39 @@ const char* outputs_decline(const TensorView& out) {
                                                  : "the columns of an output are not neighbours";
 }
 
-const char* wide_forward_declines(const ExecContext& ctx, const LoraLinearArgs& args) {
-  if (const char* why = wide_declines(ctx, args.x)) return why;
-  return outputs_decline(args.y);
+// What a kernel of ours and a borrowed GEMM both need.
+const char* forward_outputs_decline(const LoraQkvArgs& args) {
+  for (const LoraProjection& p : args.projections) {
+    if (const char* why = outputs_decline(p.y)) return why;
+  }
+  return nullptr;
 }
 
-const char* wide_backward_declines(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  if (const char* why = wide_declines(ctx, args.x)) return why;
-  if (const char* why = outputs_decline(args.grads.dx)) return why;
-  return outputs_decline(args.grads.dw);
-}
-
-template <const char* (*Missing)(bool), auto Declines>
-const char* unless_missing(const ExecContext& ctx, const auto& args) {
+template <const LoraSimd* (*Table)(), const char* (*Missing)(bool)>
+const char* own_forward_declines(const ExecContext& ctx, const LoraQkvArgs& args) {
   if (const char* why = Missing(false)) return why;
-  return Declines(ctx, args);
+  if (const char* why = own_declines(*Table(), ctx, args.x)) return why;
+  return forward_outputs_decline(args);
 }
 
-const char* borrowed_forward_declines(const ExecContext& ctx, const LoraLinearArgs& args) {
-  if (const char* why = needs_lender(ctx.gemm != nullptr)) return why;
-  return outputs_decline(args.y);
+template <const LoraSimd* (*Table)(), const char* (*Missing)(bool)>
+const char* own_backward_declines(const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
+  if (const char* why = Missing(false)) return why;
+  if (const char* why = own_declines(*Table(), ctx, args.x)) return why;
+  for (const LoraProjectionBackward& p : args.projections) {
+    if (const char* why = outputs_decline(p.dw)) return why;
+  }
+  return outputs_decline(args.dx);
 }
 
-const char* borrowed_backward_declines(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
+const char* borrowed_forward_declines(const ExecContext& ctx, const LoraQkvArgs& args) {
   if (const char* why = needs_lender(ctx.gemm != nullptr)) return why;
-  return outputs_decline(args.grads.dx);
+  return forward_outputs_decline(args);
+}
+
+const char* borrowed_backward_declines(const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
+  if (const char* why = needs_lender(ctx.gemm != nullptr)) return why;
+  return outputs_decline(args.dx);
 }
 
 template <class Args>
@@ -78,28 +94,36 @@ const char* never_declines(const ExecContext&, const Args&) {
 }
 
 template <const LoraSimd* (*Table)()>
-Status wide_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
-  return lora_linear_forward_simd(*Table(), ctx, args);
+Status own_forward(const ExecContext& ctx, const char* op, const LoraQkvArgs& args) {
+  return lora_group_forward_own(*Table(), ctx, op, args);
 }
 
 template <const LoraSimd* (*Table)()>
-Status wide_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  return lora_linear_backward_simd(*Table(), ctx, args);
+Status own_backward(const ExecContext& ctx, const char* op, const LoraQkvBackwardArgs& args) {
+  return lora_group_backward_own(*Table(), ctx, op, args);
+}
+
+template <const LoraSimd* (*Table)(), const char* (*Missing)(bool)>
+constexpr LoraLinearKernel own(const char* name) {
+  return {name,
+          Missing,
+          own_forward_declines<Table, Missing>,
+          own_forward<Table>,
+          own_backward_declines<Table, Missing>,
+          own_backward<Table>};
 }
 
 constexpr LoraLinearKernel kKernels[] = {
-    {"avx512", missing_avx512, unless_missing<missing_avx512, wide_forward_declines>,
-     wide_forward<lora_simd_avx512>, unless_missing<missing_avx512, wide_backward_declines>,
-     wide_backward<lora_simd_avx512>},
-    {"avx2", missing_avx2, unless_missing<missing_avx2, wide_forward_declines>,
-     wide_forward<lora_simd_avx2>, unless_missing<missing_avx2, wide_backward_declines>,
-     wide_backward<lora_simd_avx2>},
-    {"torch", needs_lender, borrowed_forward_declines, lora_linear_forward_borrowed,
-     borrowed_backward_declines, lora_linear_backward_borrowed},
-    {"portable", always_there, wide_forward_declines, wide_forward<lora_simd_portable>,
-     wide_backward_declines, wide_backward<lora_simd_portable>},
-    {"ref", always_there, never_declines<LoraLinearArgs>, lora_linear_forward_ref,
-     never_declines<LoraLinearBackwardArgs>, lora_linear_backward_ref},
+    own<lora_simd_avx512_bf16, missing_avx512_bf16>("avx512_bf16"),
+    own<lora_simd_avx512, missing_avx512>("avx512"),
+    own<lora_simd_avx2, missing_avx2>("avx2"),
+    own<lora_simd_neon_bf16, missing_neon_bf16>("neon_bf16"),
+    own<lora_simd_neon, missing_neon>("neon"),
+    {"torch", needs_lender, borrowed_forward_declines, lora_group_forward_borrowed,
+     borrowed_backward_declines, lora_group_backward_borrowed},
+    own<lora_simd_portable, always_there>("portable"),
+    {"ref", always_there, never_declines<LoraQkvArgs>, lora_group_forward_ref,
+     never_declines<LoraQkvBackwardArgs>, lora_group_backward_ref},
 };
 
 }  // namespace
@@ -107,8 +131,11 @@ constexpr LoraLinearKernel kKernels[] = {
 std::span<const LoraLinearKernel> lora_linear_kernels() { return kKernels; }
 
 const LoraSimd& lora_simd_best() {
+  if (missing_avx512_bf16() == nullptr) return *lora_simd_avx512_bf16();
   if (missing_avx512() == nullptr) return *lora_simd_avx512();
   if (missing_avx2() == nullptr) return *lora_simd_avx2();
+  if (missing_neon_bf16() == nullptr) return *lora_simd_neon_bf16();
+  if (missing_neon() == nullptr) return *lora_simd_neon();
   return *lora_simd_portable();
 }
 

@@ -5,7 +5,7 @@
 #include "half.h"
 #include "lora/lora_linear_kernels.h"
 #include "random/philox.h"
-#include "scratch.h"
+#include "lora/operands.h"
 
 namespace loraaccel {
 namespace {
@@ -55,9 +55,8 @@ void write_hidden(const TensorView& h, int64_t m, int64_t r, double value) {
   }
 }
 
-}  // namespace
-
-Status lora_linear_forward_ref(const ExecContext& ctx, const LoraLinearArgs& args) {
+// h of the whole call has a column for each rank of each projection, those of this one from args.h on.
+Status forward(const ExecContext& ctx, const LoraLinearArgs& args) {
   const int64_t rows = args.x.rows();
   const int64_t inputs = args.x.cols();
   const int64_t outputs = args.w.rows();
@@ -101,7 +100,9 @@ Status lora_linear_forward_ref(const ExecContext& ctx, const LoraLinearArgs& arg
   return Status();
 }
 
-Status lora_linear_backward_ref(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
+// dx is added to dx_sum, [M, K], not written.
+Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackwardArgs& args,
+                double* dx_sum) {
   const int64_t rows = args.x.rows();
   const int64_t inputs = args.x.cols();
   const int64_t outputs = args.w.rows();
@@ -109,7 +110,7 @@ Status lora_linear_backward_ref(const ExecContext& ctx, const LoraLinearBackward
   for (const LoraAdapter& ad : args.adapters) total_rank += ad.a.rows();
 
   Scratch<double> u;  // [M, sum of R]
-  if (!u.allocate(ctx, rows * total_rank)) return out_of_memory("lora_linear_backward");
+  if (!u.allocate(ctx, rows * total_rank)) return out_of_memory(op);
   parallel_for(ctx, rows, [&](int64_t m) {
     int64_t c = 0;
     for (const LoraAdapter& ad : args.adapters) {
@@ -131,7 +132,7 @@ Status lora_linear_backward_ref(const ExecContext& ctx, const LoraLinearBackward
     const Reader<T> dy(args.dy);
     const Reader<T> x(args.x);
     const Reader<T> w(args.w);
-    if (args.grads.dx.defined()) {
+    if (dx_sum != nullptr) {
       parallel_for(ctx, rows, [&](int64_t m) {
         for (int64_t k = 0; k < inputs; ++k) {
           double sum = 0;
@@ -147,7 +148,7 @@ Status lora_linear_backward_ref(const ExecContext& ctx, const LoraLinearBackward
             sum += update * dropout_factor(ad.dropout, m, k);
             c += ad.a.rows();
           }
-          write<T>(args.grads.dx, m, k, sum);
+          dx_sum[m * inputs + k] += sum;
         }
       });
     }
@@ -197,6 +198,59 @@ Status lora_linear_backward_ref(const ExecContext& ctx, const LoraLinearBackward
       c += ad.a.rows();
     }
   });
+  return Status();
+}
+
+// The columns of h that belong to one projection.
+TensorView hidden_columns(const TensorView& h, int64_t start, std::span<const LoraAdapter> adapters) {
+  TensorView part = h;
+  if (h.data == nullptr) return part;
+  part.data = static_cast<char*>(h.data) + start * h.stride[1] *
+                                               static_cast<int64_t>(dtype_size_bytes(h.dtype));
+  part.shape[1] = 0;
+  for (const LoraAdapter& ad : adapters) part.shape[1] += ad.a.rows();
+  return part;
+}
+
+}  // namespace
+
+Status lora_group_forward_ref(const ExecContext& ctx, const char*, const LoraQkvArgs& args) {
+  int64_t column = 0;
+  for (const LoraProjection& p : args.projections) {
+    LoraLinearArgs one;
+    one.x = args.x;
+    one.w = p.w;
+    one.bias = p.bias;
+    one.adapters = p.adapters;
+    one.y = p.y;
+    one.h = hidden_columns(args.h, column, p.adapters);
+    LORAACCEL_RETURN_IF_ERROR(forward(ctx, one));
+    column += one.h.cols();
+  }
+  return Status();
+}
+
+Status lora_group_backward_ref(const ExecContext& ctx, const char* op,
+                               const LoraQkvBackwardArgs& args) {
+  Scratch<double> dx;
+  const TensorView no_rows = TensorView::matrix(nullptr, args.x.dtype, 0, args.x.cols());
+  if (args.dx.defined()) {
+    if (!dx.allocate(ctx, args.dx.numel())) return out_of_memory(op);
+    std::fill_n(dx.data(), args.dx.numel(), 0.0);
+  }
+  int64_t column = 0;
+  for (const LoraProjectionBackward& p : args.projections) {
+    LoraLinearBackwardArgs one;
+    one.dy = p.dy.defined() ? p.dy : TensorView::matrix(nullptr, args.x.dtype, 0, p.w.rows());
+    one.x = p.dy.defined() ? args.x : no_rows;
+    one.w = p.w;
+    one.adapters = p.adapters;
+    one.h = hidden_columns(args.h, column, p.adapters);
+    one.grads = {{}, p.dw, p.dbias, p.da, p.db};
+    LORAACCEL_RETURN_IF_ERROR(backward(ctx, op, one, dx.data()));
+    for (const LoraAdapter& ad : p.adapters) column += ad.a.rows();
+  }
+  if (args.dx.defined()) store_view(ctx, dx.data(), args.dx.cols(), 1, 1.0, args.dx);
   return Status();
 }
 

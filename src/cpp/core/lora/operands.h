@@ -44,6 +44,23 @@ void convert_rows(const ExecContext& ctx, const From* src, int64_t src_row, int6
   });
 }
 
+// dst[i][j] = src[i][j], of one type; the columns of dst are neighbours.
+template <class T>
+void move_rows(const ExecContext& ctx, const T* src, int64_t src_row, int64_t src_col, T* dst,
+               int64_t dst_row, int64_t rows, int64_t cols) {
+  constexpr int64_t kBlock = 16;
+  parallel_for(ctx, ceil_div(rows, kBlock), [&](int64_t block) {
+    const int64_t end = rows < (block + 1) * kBlock ? rows : (block + 1) * kBlock;
+    // Columns outermost: of a transposed matrix, whole lines of the source are used while they are in cache.
+    for (int64_t j0 = 0; j0 < cols; j0 += kBlock) {
+      const int64_t j1 = cols < j0 + kBlock ? cols : j0 + kBlock;
+      for (int64_t i = block * kBlock; i < end; ++i) {
+        for (int64_t j = j0; j < j1; ++j) dst[i * dst_row + j] = src[i * src_row + j * src_col];
+      }
+    }
+  });
+}
+
 // The view as rows of T, in `scratch` where it is of another type or its columns are apart.
 template <class T>
 Status rows_as(const ExecContext& ctx, const char* op, const TensorView& view, Scratch<T>* scratch,
@@ -80,12 +97,8 @@ inline Status rows_of(const ExecContext& ctx, const char* op, const TensorView& 
   }
   visit_dtype(view.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    auto* dst = reinterpret_cast<T*>(scratch->data());
-    const auto* src = static_cast<const T*>(view.data);
-    for (int64_t i = 0; i < view.rows(); ++i) {
-      for (int64_t j = 0; j < cols; ++j)
-        dst[i * cols + j] = src[i * view.stride[0] + j * view.stride[1]];
-    }
+    move_rows(ctx, static_cast<const T*>(view.data), view.stride[0], view.stride[1],
+              reinterpret_cast<T*>(scratch->data()), cols, view.rows(), cols);
   });
   *out = {scratch->data(), cols, view.dtype};
   return Status();

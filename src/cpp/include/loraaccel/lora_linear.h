@@ -45,6 +45,7 @@ struct LoraLinearArgs {
   std::span<const LoraAdapter> adapters;  // none is allowed: a plain linear layer
   TensorView y;                           // [M, N]  output, dtype of x
   TensorView h;  // [M, sum of R]  output, dense; float32, or float64 when x is
+  const void* packed_w = nullptr;  // w by pack_weight(kForward), or null; see loraaccel/pack.h
 };
 
 // Computes y and h.
@@ -71,6 +72,7 @@ struct LoraLinearBackwardArgs {
   std::span<const LoraAdapter> adapters;  // as in the forward call
   TensorView h;           // as the forward call left it; may be undefined where no db is wanted
   LoraLinearGrads grads;  // outputs; only the defined ones are computed
+  const void* packed_w = nullptr;  // w by pack_weight(kInputGradient), or null
 };
 
 // Computes the gradients that `grads` defines. With M = 0 they are zeros. Errors as in the forward call.

@@ -1,5 +1,7 @@
 // For any CPU: vectors of eight floats that the compiler lowers to what the baseline has (SSE2, NEON, ...).
-#include "lora/lora_linear_simd.h"
+#include "lora/simd/simd.h"
+
+#include <string.h>
 
 #include "half.h"
 #include "random/philox.h"
@@ -9,10 +11,11 @@ namespace portable {
 namespace {
 
 struct V {
+  static constexpr bool kPairs = false;
   static constexpr int kLanes = 8;
   static constexpr int kRows = 2;
-  static constexpr int kShrinkRows = 2;
-  static constexpr int kShrinkCols = 2;
+  static constexpr int kDotRows = 2;
+  static constexpr int kDotCols = 2;
   typedef float F __attribute__((vector_size(32)));
 
   static F zero() { return F{}; }
@@ -51,14 +54,18 @@ struct V {
   }
   static void store(float* p, const F& v) { memcpy(p, &v, sizeof v); }
 
-  static void transpose_block(const float* w, int64_t stride, float scale, float* out) {
-    for (int k = 0; k < 16; ++k) {
-      for (int n = 0; n < 16; ++n) out[k * 16 + n] = scale * w[n * stride + k];
+  template <class Load>
+  static void transpose_block(const Load& load, float* out) {
+    for (int n = 0; n < 2 * kLanes; ++n) {
+      for (int k = 0; k < 16; k += kLanes) {
+        const F v = load(n, k);
+        for (int i = 0; i < kLanes; ++i) out[(k + i) * 2 * kLanes + n] = v[i];
+      }
     }
   }
 };
 
-#include "lora/lora_linear-inl.h"
+#include "lora/simd/simd-inl.h"
 
 }  // namespace
 }  // namespace portable

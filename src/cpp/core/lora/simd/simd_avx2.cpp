@@ -1,9 +1,10 @@
 // AVX2 with FMA and F16C. 6 x 16 register tile: 12 accumulators, 2 columns of the panel, 1 broadcast, of 16 registers.
-#include "lora/lora_linear_simd.h"
+#include "lora/simd/simd.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include <immintrin.h>
+#include <string.h>
 
 #include "random/philox.h"
 
@@ -12,10 +13,11 @@ namespace avx2 {
 namespace {
 
 struct V {
+  static constexpr bool kPairs = false;
   static constexpr int kLanes = 8;
   static constexpr int kRows = 6;
-  static constexpr int kShrinkRows = 3;
-  static constexpr int kShrinkCols = 4;
+  static constexpr int kDotRows = 3;
+  static constexpr int kDotCols = 4;
   using F = __m256;
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -76,19 +78,19 @@ struct V {
     for (int i = 0; i < n; ++i) p[i] = buffer[i];
   }
 
-  // out[k][n] = scale * w[n][k] for 16 k and 16 n: four 8 x 8 transposes in three levels of shuffles.
-  static void transpose_block(const float* w, int64_t stride, float scale, float* out) {
+  // Four 8 x 8 transposes in three levels of shuffles.
+  template <class Load>
+  static void transpose_block(const Load& load, float* out) {
     for (int n = 0; n < 16; n += 8) {
-      for (int k = 0; k < 16; k += 8)
-        transpose_8x8(w + n * stride + k, stride, scale, out + k * 16 + n);
+      for (int k = 0; k < 16; k += 8) transpose_8x8(load, n, k, out + k * 16 + n);
     }
   }
-  static void transpose_8x8(const float* w, int64_t stride, float scale, float* out) {
+  template <class Load>
+  static void transpose_8x8(const Load& load, int n, int k, float* out) {
     __m256 r[8];
     __m256 t[8];
-    const __m256 s = _mm256_set1_ps(scale);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) r[i] = _mm256_mul_ps(s, _mm256_loadu_ps(w + i * stride));
+    for (int i = 0; i < 8; ++i) r[i] = load(n + i, k);
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
       t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
@@ -109,7 +111,7 @@ struct V {
   }
 };
 
-#include "lora/lora_linear-inl.h"
+#include "lora/simd/simd-inl.h"
 
 }  // namespace
 }  // namespace avx2

@@ -1,21 +1,12 @@
-// AVX-512 F, BW, DQ, VL. 14 x 32 register tile: 28 accumulators, 2 columns of the panel, 1 broadcast, of 32 registers.
-#include "lora/lora_linear_simd.h"
+// The AVX-512 trait, shared by the units with and without AVX512_BF16: included inside a namespace of each.
+// 14 x 32 register tile: 28 accumulators, 2 columns of the panel, 1 broadcast, of 32 registers.
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-
-#include <immintrin.h>
-
-#include "random/philox.h"
-
-namespace loraaccel {
-namespace avx512 {
-namespace {
-
-struct V {
+struct Avx512 {
+  static constexpr bool kPairs = false;
   static constexpr int kLanes = 16;
   static constexpr int kRows = 14;
-  static constexpr int kShrinkRows = 3;
-  static constexpr int kShrinkCols = 8;
+  static constexpr int kDotRows = 3;
+  static constexpr int kDotCols = 8;
   using F = __m512;
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -64,14 +55,14 @@ struct V {
     _mm256_mask_storeu_epi16(p, first(n), narrow(v, T{}));
   }
 
-  // out[k][n] = scale * w[n][k] for 16 k and 32 n: two 16 x 16 transposes in four levels of shuffles.
-  static void transpose_block(const float* w, int64_t stride, float scale, float* out) {
-    for (int half = 0; half < 2; ++half, w += 16 * stride, out += 16) {
+  // Two 16 x 16 transposes in four levels of shuffles.
+  template <class Load>
+  static void transpose_block(const Load& load, float* out) {
+    for (int half = 0; half < 2; ++half, out += 16) {
       __m512 r[16];
       __m512 t[16];
-      const __m512 s = _mm512_set1_ps(scale);
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_mul_ps(s, _mm512_loadu_ps(w + i * stride));
+      for (int i = 0; i < 16; ++i) r[i] = load(16 * half + i, 0);
 #pragma GCC unroll 8
       for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
@@ -105,20 +96,3 @@ struct V {
     return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
   }
 };
-
-#include "lora/lora_linear-inl.h"
-
-}  // namespace
-}  // namespace avx512
-
-const LoraSimd* lora_simd_avx512() { return &avx512::kTable; }
-
-}  // namespace loraaccel
-
-#else
-
-namespace loraaccel {
-const LoraSimd* lora_simd_avx512() { return nullptr; }
-}  // namespace loraaccel
-
-#endif

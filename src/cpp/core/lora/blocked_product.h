@@ -1,0 +1,49 @@
+// The GEMM of the LoRA family: for every output j
+//
+//   out_j = sum over terms t of left_t right_tj  +  left2_j right2_j  +  bias_j
+//
+// with the second product (the adapters' rank update) continued in the registers of the first, and one rounding.
+// A forward pass over several projections has one left, x, and an output for each; a backward pass of theirs has a left
+// dy_t for each and one output, dx.
+#pragma once
+
+#include <span>
+
+#include "lora/lora_rank.h"
+#include "lora/operands.h"
+#include "lora/simd/simd.h"
+
+namespace loraaccel {
+
+class PackedWeight;
+
+struct ProductTerm {
+  AnyRows left;  // [rows, depth]
+  int64_t depth = 0;
+};
+
+// Element (k, n) of a right factor is rows(k, n), or rows(n, k) where it is given transposed.
+struct ProductRight {
+  AnyRows rows;
+  bool transposed = false;
+};
+
+struct ProductOutput {
+  std::span<const ProductRight> rights;  // one for each term
+  const PackedWeight* packed = nullptr;  // the same, packed before; null: packed now
+  const float* left2 = nullptr;          // [rows, depth of right2]
+  int64_t left2_stride = 0;
+  const RankPanels* right2 = nullptr;
+  const float* bias = nullptr;      // [columns rounded up to whole panels], or null
+  const TensorView* out = nullptr;  // [rows, columns], unit columns, any type but float64
+
+  // The part of a panel's last pass that is this output's: rank update, bias, and where row `row` of its panel goes.
+  void place(int64_t row, int64_t panel, int width, PanelProduct* p) const;
+};
+
+// All lefts and rights share one type up to 32 bits: bfloat16 is multiplied in pairs where the table can, every other
+// type as floats. The result does not depend on the number of threads.
+Status blocked_product(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,
+                       std::span<const ProductTerm> terms, std::span<const ProductOutput> outputs);
+
+}  // namespace loraaccel

@@ -1,0 +1,202 @@
+// The checks of operands that the operators of linear layers share: one error that names what was found and what was
+// expected.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <new>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "lora/packed_weight.h"
+#include "loraaccel/lora_linear.h"
+#include "scratch.h"
+
+namespace loraaccel {
+
+inline std::string shape_text(const TensorView& v) {
+  if (v.ndim == 0) return "(undefined)";
+  if (v.ndim == 1) return "[" + std::to_string(v.shape[0]) + "]";
+  return "[" + std::to_string(v.shape[0]) + ", " + std::to_string(v.shape[1]) + "]";
+}
+
+inline const char* device_name(DeviceType device) {
+  return device == DeviceType::kCUDA ? "a CUDA device" : "the CPU";
+}
+
+// Collects what the messages need: the operator, and the prefix of an adapter's operands.
+class Checker {
+ public:
+  Checker(const char* op, DeviceType device) : op_(op), device_(device) {}
+
+  // Messages name the projection from now on; -1: there is only one.
+  void set_projection(int64_t index) { projection_ = index; }
+
+  Status fail(StatusCode code, const std::string& text) const {
+    const std::string where =
+        projection_ < 0 ? "" : "projection " + std::to_string(projection_) + ": ";
+    return Status(code, std::string(op_) + ": " + where + text);
+  }
+
+  Status matrix(const char* name, const TensorView& v, int64_t rows, int64_t cols,
+                const char* letters) const {
+    if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != cols) {
+      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
+                                                  ", expected [" + std::to_string(rows) + ", " +
+                                                  std::to_string(cols) + "] (" + letters + ")");
+    }
+    return pointer(name, v);
+  }
+
+  Status vector(const char* name, const TensorView& v, int64_t size, const char* letter) const {
+    if (v.ndim != 1 || v.shape[0] != size) {
+      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
+                                                  ", expected [" + std::to_string(size) + "] (" +
+                                                  letter + ")");
+    }
+    return pointer(name, v);
+  }
+
+  Status dtype(const char* name, const TensorView& v, DType wanted, const char* of) const {
+    if (v.dtype == wanted) return Status();
+    return fail(StatusCode::kUnsupportedDtype, std::string(name) + " is " + dtype_name(v.dtype) +
+                                                   ", expected " + dtype_name(wanted) + " as " +
+                                                   of);
+  }
+
+  Status pointer(const char* name, const TensorView& v) const {
+    if (v.numel() != 0 && v.data == nullptr)
+      return fail(StatusCode::kInvalidArgument, std::string(name) + " is null");
+    if (v.device != device_) {
+      return fail(StatusCode::kUnsupportedDevice, std::string(name) + " is on " +
+                                                      device_name(v.device) + ", expected " +
+                                                      device_name(device_) + " as the context");
+    }
+    return Status();
+  }
+
+  Status adapter(const LoraAdapter& ad, const TensorView& x, const TensorView& w) const {
+    if (ad.a.ndim != 2 || ad.a.cols() != x.cols()) {
+      return fail(StatusCode::kShapeMismatch, "lora_A has shape " + shape_text(ad.a) +
+                                                  ", expected [R, " + std::to_string(x.cols()) +
+                                                  "] to go with x " + shape_text(x));
+    }
+    LORAACCEL_RETURN_IF_ERROR(pointer("lora_A", ad.a));
+    if (ad.a.rows() < 1)
+      return fail(StatusCode::kShapeMismatch,
+                  "lora_A has shape " + shape_text(ad.a) + ", expected a rank of at least 1");
+    LORAACCEL_RETURN_IF_ERROR(matrix("lora_B", ad.b, w.rows(), ad.a.rows(), "N, R"));
+    LORAACCEL_RETURN_IF_ERROR(dtype("lora_B", ad.b, ad.a.dtype, "lora_A"));
+    if ((ad.a.dtype == DType::kFloat64) != (x.dtype == DType::kFloat64)) {
+      return fail(StatusCode::kUnsupportedDtype,
+                  std::string("lora_A is ") + dtype_name(ad.a.dtype) + " and x " +
+                      dtype_name(x.dtype) + ", expected both float64 or neither");
+    }
+    if (!std::isfinite(ad.scale)) {
+      return fail(StatusCode::kInvalidArgument,
+                  "scaling is " + std::to_string(ad.scale) + ", expected a finite number");
+    }
+    if (!(ad.dropout.p >= 0 && ad.dropout.p <= 1)) {
+      return fail(StatusCode::kInvalidArgument, "input_dropout is " + std::to_string(ad.dropout.p) +
+                                                    ", expected a probability from 0 to 1");
+    }
+    return Status();
+  }
+
+  Status context(const ExecContext& ctx) const {
+    if (ctx.num_threads >= 1 && ctx.parallel != nullptr && ctx.allocate != nullptr &&
+        ctx.deallocate != nullptr) {
+      return Status();
+    }
+    return fail(StatusCode::kInvalidArgument,
+                "the context lacks threads, parallel, allocate or deallocate, expected all of them "
+                "as in default_context()");
+  }
+
+  Status input(const TensorView& x) const {
+    if (x.ndim != 2)
+      return fail(StatusCode::kShapeMismatch, "x has shape " + shape_text(x) + ", expected [M, K]");
+    return pointer("x", x);
+  }
+
+  Status layer(const TensorView& x, const TensorView& w, std::span<const LoraAdapter> adapters,
+               const void* packed_w, WeightUse use) const {
+    if (w.ndim != 2 || w.cols() != x.cols()) {
+      return fail(StatusCode::kShapeMismatch, "weight has shape " + shape_text(w) +
+                                                  ", expected [N, " + std::to_string(x.cols()) +
+                                                  "] to go with x " + shape_text(x));
+    }
+    LORAACCEL_RETURN_IF_ERROR(pointer("weight", w));
+    LORAACCEL_RETURN_IF_ERROR(dtype("weight", w, x.dtype, "x"));
+    if (packed_w != nullptr) {
+      if (const char* why = PackedWeight::mismatch(packed_w, w, use))
+        return fail(StatusCode::kInvalidArgument, std::string("packed_w ") + why);
+    }
+    for (const LoraAdapter& ad : adapters) LORAACCEL_RETURN_IF_ERROR(adapter(ad, x, w));
+    return Status();
+  }
+
+  // `rank`: the sum of all ranks.
+  Status hidden(const TensorView& h, const TensorView& x, int64_t rank) const {
+    LORAACCEL_RETURN_IF_ERROR(matrix("hidden", h, x.rows(), rank, "M, sum of R"));
+    const DType wanted = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    LORAACCEL_RETURN_IF_ERROR(dtype("hidden", h, wanted, "the type of the sums"));
+    if (h.numel() != 0 &&
+        ((rank > 1 && h.stride[1] != 1) || (h.rows() > 1 && h.stride[0] != rank))) {
+      return fail(StatusCode::kInvalidArgument, "hidden is not dense");
+    }
+    return Status();
+  }
+
+  // The memory between the lowest and the highest element counts as the operand's, gaps included.
+  Status apart(const char* name, const TensorView& out, std::initializer_list<TensorView> inputs,
+               std::span<const LoraAdapter> adapters) const {
+    bool overlaps = false;
+    for (const TensorView& in : inputs) overlaps = overlaps || share_memory(out, in);
+    for (const LoraAdapter& ad : adapters) {
+      overlaps = overlaps || share_memory(out, ad.a) || share_memory(out, ad.b);
+    }
+    if (!overlaps) return Status();
+    return fail(StatusCode::kInvalidArgument,
+                std::string(name) + " overlaps an input, expected memory of its own");
+  }
+
+ private:
+  static bool share_memory(const TensorView& a, const TensorView& b) {
+    if (a.numel() == 0 || b.numel() == 0) return false;
+    const auto [a_low, a_high] = extent(a);
+    const auto [b_low, b_high] = extent(b);
+    return a_low < b_high && b_low < a_high;
+  }
+  static std::pair<uintptr_t, uintptr_t> extent(const TensorView& v) {
+    int64_t low = 0;
+    int64_t high = 1;
+    for (int d = 0; d < v.ndim; ++d) {
+      const int64_t reach = (v.shape[d] - 1) * v.stride[d];
+      (reach < 0 ? low : high) += reach;
+    }
+    const auto size = static_cast<int64_t>(dtype_size_bytes(v.dtype));
+    const auto base = reinterpret_cast<uintptr_t>(v.data);
+    return {base + static_cast<uintptr_t>(low * size), base + static_cast<uintptr_t>(high * size)};
+  }
+
+  const char* op_;
+  DeviceType device_;
+  int64_t projection_ = -1;
+};
+
+// The standard library may throw bad_alloc; no exception leaves the core.
+template <class F>
+Status without_exceptions(const char* op, const F& f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return out_of_memory(op);
+  } catch (...) {
+    return Status(StatusCode::kInternal, std::string(op) + ": an exception of an unknown type");
+  }
+}
+
+}  // namespace loraaccel

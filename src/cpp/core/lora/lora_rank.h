@@ -1,0 +1,88 @@
+// The low-rank half of the LoRA family for float32 and 16-bit operands, shared by the kernels that differ in the frozen
+// half. Sums in float32. Adapters of another type than x are read once into float scratch: they are small.
+#pragma once
+
+#include <vector>
+
+#include "lora/operands.h"
+#include "lora/simd/simd.h"
+#include "loraaccel/lora_linear.h"
+
+namespace loraaccel {
+
+// The sum of the ranks.
+int64_t total_rank(std::span<const LoraAdapter> adapters);
+
+// h = D(x) A^T for all adapters, in their order; h is dense and has total_rank() columns. A block of x is read from
+// memory once, whatever their number.
+Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
+                   int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
+                   const TensorView& h);
+
+// y += s h B^T, one pass over y. y has unit columns.
+Status rank_expand(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                   std::span<const LoraAdapter> adapters, const TensorView& h, const TensorView& y);
+
+// Panels of the matrix [rank, n] that continues a product: panel[c][n] for the rank columns c of every adapter that
+// `take` names, dense. From B (transposed, times the scale) or from A.
+enum class RankFactor { kScaledB, kA };
+class RankPanels {
+ public:
+  Status build(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+               std::span<const LoraAdapter> adapters, RankFactor factor,
+               const std::vector<bool>& take);
+  int64_t depth() const { return depth_; }
+  const float* panel(int64_t index) const { return panels_.data() + index * depth_ * width_; }
+
+ private:
+  Scratch<float> panels_;
+  int64_t depth_ = 0;
+  int64_t width_ = 0;
+};
+
+// One layer's part of a backward pass.
+struct RankLayer {
+  AnyRows dy;       // [M, outputs]; null: no gradient, as if zero
+  int64_t outputs;
+  std::span<const LoraAdapter> adapters;
+  std::span<const TensorView> da, db;  // of each adapter; undefined: not wanted
+};
+
+// What the backward pass needs of the rank space, for layers over one x.
+class RankBackward {
+ public:
+  // u = s G B, [M, total]. Columns of adapters without dropout come first.
+  Status prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,
+                 std::span<const RankLayer> layers);
+  const float* u() const { return u_.data(); }
+  int64_t u_stride() const { return columns_; }
+  // Of all layers, one after the other.
+  std::span<const LoraAdapter> adapters() const { return adapters_; }
+  // True for the adapters without dropout.
+  const std::vector<bool>& plain() const { return plain_; }
+  bool has_dropout() const { return plain_depth_ < columns_; }
+
+  // dx += sum of D(u A) over the adapters with dropout, and u A over those without where `plain_too`. All parts are added
+  // up first, so that dx is rounded once. dx has unit columns.
+  Status add_to_dx(const LoraSimd& simd, const ExecContext& ctx, const TensorView& dx,
+                   bool plain_too) const;
+  // dA and dB of every adapter that wants them. h: as the forward pass left it.
+  Status adapter_gradients(const LoraSimd& simd, const ExecContext& ctx, const AnyRows& x,
+                           int64_t inputs, const TensorView& h) const;
+
+ private:
+  const char* op_ = "";
+  int64_t rows_ = 0;
+  std::span<const RankLayer> layers_;
+  std::vector<LoraAdapter> adapters_;
+  std::vector<int64_t> start_;  // first column of u of each adapter
+  std::vector<bool> plain_;
+  int64_t columns_ = 0;
+  int64_t plain_depth_ = 0;
+  Scratch<float> u_, u_transposed_;
+};
+
+// dbias[n] = sum over m of dy[m][n], sums in double.
+void column_sums(const ExecContext& ctx, const AnyRows& dy, int64_t rows, const TensorView& out);
+
+}  // namespace loraaccel

@@ -1,0 +1,632 @@
+// The vector bodies of the LoRA family, compiled once per instruction set: a unit defines a vector trait V in a namespace
+// of its own and then includes this file inside that namespace. Nothing here may be inline code shared between units:
+// the linker would keep one copy, compiled for whichever CPU.
+//
+// V: kLanes, kRows (rows of the register tile), kDotRows, kDotCols; F; zero, set1, add, mul, fma(a, b, c) = a b + c,
+//    sum (of the lanes); load / load_n (n < kLanes lanes, the rest zero) / store / store_n for float, BFloat16, Float16;
+//    transpose_block(load, out): out[k][n] = row n, word k, for 16 k and 2 kLanes n; load(n, k) gives kLanes words;
+//    kPairs. Where it is true: dot_pairs(a, b, c) = c + both products of each word, load_words(p) (2 kLanes bfloat16s),
+//    pair(low, high): words of two vectors of bfloat16 that `load` widened.
+
+// Accumulators are arrays that live in registers only where the function around them is inlined; left to itself gcc 12
+// makes calls of these as soon as there are two of a kind, and the kernel is half as fast.
+#define LORAACCEL_INLINE inline __attribute__((always_inline))
+
+constexpr int kWidth = 2 * V::kLanes;
+// Sums longer than this are split: error grows with the square root of the block length instead of the whole length.
+constexpr int64_t kSumBlock = 128;
+
+// c + a b, word by word.
+template <bool kPairs, class Trait = V>
+LORAACCEL_INLINE Trait::F step(const typename Trait::F& a, const typename Trait::F& b,
+                               const typename Trait::F& c) {
+  if constexpr (kPairs) {
+    return Trait::dot_pairs(a, b, c);
+  } else {
+    return Trait::fma(a, b, c);
+  }
+}
+
+template <class T>
+inline void load_two(const T* p, int n, V::F* v) {
+  if (n == kWidth) {
+    v[0] = V::load(p);
+    v[1] = V::load(p + V::kLanes);
+  } else {
+    v[0] = n >= V::kLanes ? V::load(p) : V::load_n(p, n);
+    v[1] = n > V::kLanes ? V::load_n(p + V::kLanes, n - V::kLanes) : V::zero();
+  }
+}
+
+template <class T>
+inline void store_two(T* p, int n, const V::F* v) {
+  if (n == kWidth) {
+    V::store(p, v[0]);
+    V::store(p + V::kLanes, v[1]);
+    return;
+  }
+  if (n >= V::kLanes) {
+    V::store(p, v[0]);
+    if (n > V::kLanes) V::store_n(p + V::kLanes, v[1], n - V::kLanes);
+  } else {
+    V::store_n(p, v[0], n);
+  }
+}
+
+// acc[i] += sum over k of left[i][k] right[k], `depth` words; `stride` bytes between rows of left. Three rows share a
+// base pointer: base, base + stride and base + 2 stride are one addressing mode each, so that 14 rows need 5 registers.
+template <bool kPairs, int MR, class TR>
+LORAACCEL_INLINE void multiply_add(V::F (&acc)[MR][2], const char* left, int64_t stride,
+                                   const TR* right, int64_t right_stride, int n, int64_t depth) {
+  constexpr int kBases = (MR + 2) / 3;
+  const char* base[kBases];
+#pragma GCC unroll 8
+  for (int b = 0; b < kBases; ++b) base[b] = left + 3 * b * stride;
+  for (int64_t k = 0; k < depth; ++k) {
+    // The panel comes from the second cache: asked for 12 steps (168 cycles of the 14-row tile) ahead.
+    __builtin_prefetch(right + 12 * right_stride);
+    if constexpr (kWidth * sizeof(TR) > 64) __builtin_prefetch(right + 12 * right_stride + V::kLanes);
+    V::F r[2];
+    load_two(right, n, r);
+    right += right_stride;
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      float word;
+      memcpy(&word, base[i / 3] + (i % 3) * stride, sizeof word);
+      const V::F a = V::set1(word);
+      acc[i][0] = step<kPairs>(a, r[0], acc[i][0]);
+      acc[i][1] = step<kPairs>(a, r[1], acc[i][1]);
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < kBases; ++b) base[b] += sizeof(float);
+  }
+}
+
+// Adds acc to `total` (or makes it the total) and starts acc from zero.
+template <int MR>
+LORAACCEL_INLINE void fold(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      float* t = total[i] + h * V::kLanes;
+      V::store(t, *has_total ? V::add(V::load(t), acc[i][h]) : acc[i][h]);
+      acc[i][h] = V::zero();
+    }
+  }
+  *has_total = true;
+}
+
+// The sum over `depth` in blocks: all but the last block go through `total`, the last one stays in acc.
+template <int MR, class TR>
+LORAACCEL_INLINE void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth],
+                                           bool* has_total, const float* left, int64_t stride,
+                                           const TR* right, int64_t right_stride, int n,
+                                           int64_t depth) {
+  const char* bytes = (const char*)left;
+  while (depth > kSumBlock) {
+    multiply_add<false, MR>(acc, bytes, stride, right, right_stride, n, kSumBlock);
+    fold<MR>(acc, total, has_total);
+    bytes += kSumBlock * sizeof(float);
+    right += kSumBlock * right_stride;
+    depth -= kSumBlock;
+  }
+  multiply_add<false, MR>(acc, bytes, stride, right, right_stride, n, depth);
+}
+
+template <int MR, bool kPairs, class TC>
+void product_tile(const PanelProduct& p, int64_t row) {
+  V::F acc[MR][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
+  alignas(64) float total[MR][kWidth];
+  bool has_total = false;
+  const char* left = (const char*)p.left + row * p.left_stride;
+  const float* panel = (const float*)p.panel;
+  if constexpr (kPairs) {
+    // One block: the products are of 8 bits each, and what reads the sum is a bfloat16 or close to one.
+    multiply_add<true, MR>(acc, left, p.left_stride, panel, kWidth, kWidth, p.depth);
+  } else if (p.depth > 0) {
+    multiply_add_blocked<MR>(acc, total, &has_total, (const float*)left, p.left_stride, panel, kWidth,
+                             kWidth, p.depth);
+  }
+  if (p.depth2 > 0) {
+    // A block of its own: in the accumulator of the first product each of its steps would be rounded at that one's size.
+    if (p.depth > 0) fold<MR>(acc, total, &has_total);
+    multiply_add_blocked<MR>(acc, total, &has_total, p.left2 + row * p.left2_stride,
+                             p.left2_stride * (int64_t)sizeof(float), p.panel2, kWidth, kWidth,
+                             p.depth2);
+  }
+  V::F bias[2] = {V::zero(), V::zero()};
+  if (p.bias != nullptr) load_two(p.bias, kWidth, bias);
+  const float* partial = p.partial == nullptr ? nullptr : p.partial + row * p.partial_stride;
+  TC* c = static_cast<TC*>(p.c) + row * p.c_stride;
+  for (int i = 0; i < MR; ++i, c += p.c_stride) {
+    V::F v[2] = {acc[i][0], acc[i][1]};
+    if (has_total) {
+      v[0] = V::add(V::load(total[i]), v[0]);
+      v[1] = V::add(V::load(total[i] + V::kLanes), v[1]);
+    }
+    if (partial != nullptr) {
+      v[0] = V::add(V::load(partial), v[0]);
+      v[1] = V::add(V::load(partial + V::kLanes), v[1]);
+      partial += p.partial_stride;
+    }
+    if (p.bias != nullptr) {
+      v[0] = V::add(v[0], bias[0]);
+      v[1] = V::add(v[1], bias[1]);
+    }
+    if (p.add) {
+      V::F old[2];
+      load_two(c, p.n, old);
+      v[0] = V::add(old[0], v[0]);
+      v[1] = V::add(old[1], v[1]);
+    }
+    store_two(c, p.n, v);
+  }
+}
+
+// Calls the tile of a height known at run time, 1..MR.
+template <int MR, bool kPairs, class TC>
+void product_rows(const PanelProduct& p, int64_t row, int64_t rows) {
+  if (rows == MR) {
+    product_tile<MR, kPairs, TC>(p, row);
+  } else if constexpr (MR > 1) {
+    product_rows<MR - 1, kPairs, TC>(p, row, rows);
+  }
+}
+
+// Tiles of about the same height: 8 + 8 rows are faster than 14 + 2.
+template <bool kPairs, class TC>
+void product_of(const PanelProduct& p) {
+  const int64_t tiles = (p.m + V::kRows - 1) / V::kRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = t * p.m / tiles;
+    product_rows<V::kRows, kPairs, TC>(p, row, (t + 1) * p.m / tiles - row);
+  }
+}
+
+template <class TC>
+void product_into(const PanelProduct& p) {
+  if constexpr (V::kPairs) {
+    if (p.pairs) return product_of<true, TC>(p);
+  }
+  product_of<false, TC>(p);
+}
+
+void product(const PanelProduct& p) {
+  switch (p.c_dtype) {
+    case DType::kBFloat16:
+      return product_into<BFloat16>(p);
+    case DType::kFloat16:
+      return product_into<Float16>(p);
+    default:
+      return product_into<float>(p);
+  }
+}
+
+// ---- packing ----
+
+template <class T>
+void pack_rows(const PanelSource& s, float* panel) {
+  const T* r = static_cast<const T*>(s.data);
+  for (int64_t k = 0; k < s.depth; ++k, r += s.stride, panel += kWidth) {
+    V::F v[2];
+    load_two(r, s.count, v);
+    store_two(panel, kWidth, v);
+  }
+}
+
+// Blocks of 16 words of `width` columns by the trait's transposition, edges by plain loops.
+// Word(n, k): one word; load(n, k): kLanes words from k on.
+template <class Word, class Load>
+LORAACCEL_INLINE void pack_transposed(int count, int64_t words, float* panel, const Word& word,
+                                      const Load& load) {
+  constexpr int kStep = 16;
+  for (int64_t k0 = 0; k0 < words; k0 += kStep, panel += kStep * kWidth) {
+    if (words - k0 >= kStep && count == kWidth) {
+      V::transpose_block([&](int n, int k) { return load(n, k0 + k); }, panel);
+      continue;
+    }
+    const int steps = (int)(words - k0 < kStep ? words - k0 : kStep);
+    for (int k = 0; k < steps; ++k) {
+      for (int n = 0; n < count; ++n) panel[k * kWidth + n] = word(n, k0 + k);
+      for (int n = count; n < kWidth; ++n) panel[k * kWidth + n] = 0;
+    }
+  }
+}
+
+template <class T>
+void pack_floats(const PanelSource& s, float* panel) {
+  if (!s.transposed) return pack_rows<T>(s, panel);
+  const T* w = static_cast<const T*>(s.data);
+  pack_transposed(
+      s.count, s.depth, panel,
+      [&](int n, int64_t k) {
+        const V::F v = V::load_n(w + n * s.stride + k, 1);
+        float f[V::kLanes];
+        V::store(f, v);
+        return f[0];
+      },
+      [&](int n, int64_t k) { return V::load(w + n * s.stride + k); });
+}
+
+// Words are moved as floats whose bits nobody looks at.
+template <class Trait>
+void pack_pairs(const PanelSource& s, float* panel) {
+  if constexpr (Trait::kPairs) {
+    const BFloat16* w = static_cast<const BFloat16*>(s.data);
+    if (s.transposed) {
+      const auto word = [&](int n, int64_t k) {
+        uint16_t halves[2] = {0, 0};  // the second half of the last word of an odd depth
+        memcpy(halves, w + n * s.stride + 2 * k,
+               sizeof(BFloat16) * (2 * k + 1 < s.depth ? 2 : 1));
+        float f;
+        memcpy(&f, halves, sizeof f);
+        return f;
+      };
+      const auto load = [&](int n, int64_t k) { return Trait::load_words(w + n * s.stride + 2 * k); };
+      pack_transposed(s.count, s.depth / 2, panel, word, load);
+      if (s.depth % 2 != 0) {
+        panel += s.depth / 2 * kWidth;
+        for (int n = 0; n < kWidth; ++n) panel[n] = n < s.count ? word(n, s.depth / 2) : 0;
+      }
+      return;
+    }
+    for (int64_t k = 0; k < s.depth; k += 2, w += 2 * s.stride, panel += kWidth) {
+      V::F low[2];
+      V::F high[2] = {V::zero(), V::zero()};
+      load_two(w, s.count, low);
+      if (k + 1 < s.depth) load_two(w + s.stride, s.count, high);
+      const V::F words[2] = {Trait::pair(low[0], high[0]), Trait::pair(low[1], high[1])};
+      store_two(panel, kWidth, words);
+    }
+  }
+}
+
+void pack(const PanelSource& s, bool pairs, void* panel) {
+  float* out = static_cast<float*>(panel);
+  if (pairs) return pack_pairs<V>(s, out);
+  switch (s.dtype) {
+    case DType::kBFloat16:
+      return pack_floats<BFloat16>(s, out);
+    case DType::kFloat16:
+      return pack_floats<Float16>(s, out);
+    default:
+      return pack_floats<float>(s, out);
+  }
+}
+
+template <class T>
+void widen_of(const T* x, int64_t x_stride, float* out, int64_t out_stride, int64_t m, int64_t k) {
+  for (int64_t i = 0; i < m; ++i, x += x_stride, out += out_stride) {
+    int64_t j = 0;
+    for (; j + V::kLanes <= k; j += V::kLanes) V::store(out + j, V::load(x + j));
+    if (j < k) V::store_n(out + j, V::load_n(x + j, (int)(k - j)), (int)(k - j));
+  }
+}
+
+void widen(DType x_dtype, const void* x, int64_t x_stride, float* out, int64_t out_stride, int64_t m,
+           int64_t k) {
+  switch (x_dtype) {
+    case DType::kBFloat16:
+      return widen_of(static_cast<const BFloat16*>(x), x_stride, out, out_stride, m, k);
+    case DType::kFloat16:
+      return widen_of(static_cast<const Float16*>(x), x_stride, out, out_stride, m, k);
+    default:
+      return widen_of(static_cast<const float*>(x), x_stride, out, out_stride, m, k);
+  }
+}
+
+// ---- dot products ----
+
+// How a register's worth of elements of x and a is loaded and multiplied: in floats, or (below) in pairs of bfloat16.
+template <class TX, class TA, class Trait>
+struct DotStep {
+  static constexpr int kElements = V::kLanes;
+  static V::F x(const TX* p) { return V::load(p); }
+  static V::F a(const TA* p) { return V::load(p); }
+  static V::F x_n(const TX* p, int n) { return V::load_n(p, n); }
+  static V::F a_n(const TA* p, int n) { return V::load_n(p, n); }
+  static V::F step(const V::F& a, const V::F& b, const V::F& c) { return V::fma(a, b, c); }
+};
+template <class Trait>
+  requires(Trait::kPairs)
+struct DotStep<BFloat16, BFloat16, Trait> {
+  static constexpr int kElements = 2 * V::kLanes;
+  static V::F x(const BFloat16* p) { return Trait::load_words(p); }
+  static V::F a(const BFloat16* p) { return Trait::load_words(p); }
+  static V::F x_n(const BFloat16* p, int n) {
+    alignas(64) BFloat16 buffer[kElements] = {};
+    memcpy(buffer, p, (size_t)n * sizeof(BFloat16));
+    return Trait::load_words(buffer);
+  }
+  static V::F a_n(const BFloat16* p, int n) { return x_n(p, n); }
+  static V::F step(const V::F& a, const V::F& b, const V::F& c) { return Trait::dot_pairs(a, b, c); }
+};
+
+// Dot products of MX rows of x with NA rows of a, both along k.
+template <int MX, int NA, class TX, class TA>
+void dot_tile(const TX* x, int64_t x_stride, const TA* a, int64_t a_stride, float scale, float* out,
+              int64_t out_stride, int64_t k) {
+  using Step = DotStep<TX, TA, V>;
+  float total[MX][NA];
+  for (int i = 0; i < MX; ++i) {
+    for (int j = 0; j < NA; ++j) total[i][j] = 0;
+  }
+  // A lane adds up every kLanes-th product, so its sums are short; a block is longer than kSumBlock by that factor.
+  constexpr int64_t kBlock = kSumBlock * Step::kElements;
+  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+    const int64_t end = k - k0 < kBlock ? k : k0 + kBlock;
+    V::F acc[MX][NA];
+#pragma GCC unroll 8
+    for (int i = 0; i < MX; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NA; ++j) acc[i][j] = V::zero();
+    }
+    int64_t kk = k0;
+    for (; kk + Step::kElements <= end; kk += Step::kElements) {
+      V::F xv[MX];
+#pragma GCC unroll 8
+      for (int i = 0; i < MX; ++i) xv[i] = Step::x(x + i * x_stride + kk);
+#pragma GCC unroll 8
+      for (int j = 0; j < NA; ++j) {
+        const V::F av = Step::a(a + j * a_stride + kk);
+#pragma GCC unroll 8
+        for (int i = 0; i < MX; ++i) acc[i][j] = Step::step(xv[i], av, acc[i][j]);
+      }
+    }
+    if (kk < end) {
+      const int n = (int)(end - kk);
+      V::F xv[MX];
+#pragma GCC unroll 8
+      for (int i = 0; i < MX; ++i) xv[i] = Step::x_n(x + i * x_stride + kk, n);
+#pragma GCC unroll 8
+      for (int j = 0; j < NA; ++j) {
+        const V::F av = Step::a_n(a + j * a_stride + kk, n);
+#pragma GCC unroll 8
+        for (int i = 0; i < MX; ++i) acc[i][j] = Step::step(xv[i], av, acc[i][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MX; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NA; ++j) total[i][j] += V::sum(acc[i][j]);
+    }
+  }
+  for (int i = 0; i < MX; ++i) {
+    for (int j = 0; j < NA; ++j) out[i * out_stride + j] = scale * total[i][j];
+  }
+}
+
+// Rows of a outermost: a group of them stays in the first caches while every row of x passes.
+template <int NA, class TX, class TA>
+void dot_columns(const TX* x, int64_t x_stride, const TA* a, int64_t a_stride, float scale,
+                 float* out, int64_t out_stride, int64_t m, int64_t k) {
+  int64_t i = 0;
+  for (; i + V::kDotRows <= m; i += V::kDotRows) {
+    dot_tile<V::kDotRows, NA>(x + i * x_stride, x_stride, a, a_stride, scale, out + i * out_stride,
+                              out_stride, k);
+  }
+  for (; i < m; ++i) {
+    dot_tile<1, NA>(x + i * x_stride, x_stride, a, a_stride, scale, out + i * out_stride, out_stride,
+                    k);
+  }
+}
+
+template <class TX, class TA>
+void dot_of(const void* xv, int64_t x_stride, const void* av, int64_t a_stride, float scale,
+            float* out, int64_t out_stride, int64_t m, int64_t r, int64_t k) {
+  const TX* x = static_cast<const TX*>(xv);
+  const TA* a = static_cast<const TA*>(av);
+  int64_t j = 0;
+  for (; j + V::kDotCols <= r; j += V::kDotCols) {
+    dot_columns<V::kDotCols>(x, x_stride, a + j * a_stride, a_stride, scale, out + j, out_stride, m,
+                             k);
+  }
+  for (; j < r; ++j) {
+    dot_columns<1>(x, x_stride, a + j * a_stride, a_stride, scale, out + j, out_stride, m, k);
+  }
+}
+
+void dot(DType x_dtype, const void* x, int64_t x_stride, DType a_dtype, const void* a,
+         int64_t a_stride, float scale, float* out, int64_t out_stride, int64_t m, int64_t r,
+         int64_t k) {
+  const bool floats = a_dtype == DType::kFloat32;
+  switch (x_dtype) {
+    case DType::kBFloat16:
+      if (floats)
+        return dot_of<BFloat16, float>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+      return dot_of<BFloat16, BFloat16>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+    case DType::kFloat16:
+      if (floats)
+        return dot_of<Float16, float>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+      return dot_of<Float16, Float16>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+    default:
+      return dot_of<float, float>(x, x_stride, a, a_stride, scale, out, out_stride, m, r, k);
+  }
+}
+
+template <int MR, class TR>
+void outer_tile(const float* left, int64_t left_stride, const TR* right, int64_t right_stride,
+                float* out, int64_t out_stride, int64_t m, int n, bool add) {
+  V::F acc[MR][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
+  alignas(64) float total[MR][kWidth];
+  bool has_total = false;
+  const int64_t bytes = left_stride * (int64_t)sizeof(float);
+  // Two copies of the loop: the one with the constant has no test for the right edge in it.
+  if (n == kWidth) {
+    multiply_add_blocked<MR>(acc, total, &has_total, left, bytes, right, right_stride, kWidth, m);
+  } else {
+    multiply_add_blocked<MR>(acc, total, &has_total, left, bytes, right, right_stride, n, m);
+  }
+  for (int i = 0; i < MR; ++i, out += out_stride) {
+    V::F v[2] = {acc[i][0], acc[i][1]};
+    if (has_total) {
+      v[0] = V::add(V::load(total[i]), v[0]);
+      v[1] = V::add(V::load(total[i] + V::kLanes), v[1]);
+    }
+    if (add) {
+      V::F old[2];
+      load_two(out, n, old);
+      v[0] = V::add(old[0], v[0]);
+      v[1] = V::add(old[1], v[1]);
+    }
+    store_two(out, n, v);
+  }
+}
+
+template <int MR, class TR>
+void outer_rows(const float* left, int64_t left_stride, const TR* right, int64_t right_stride,
+                float* out, int64_t out_stride, int64_t rows, int64_t m, int n, bool add) {
+  if (rows >= MR) {
+    outer_tile<MR, TR>(left, left_stride, right, right_stride, out, out_stride, m, n, add);
+  } else if constexpr (MR > 1) {
+    outer_rows<MR - 1, TR>(left, left_stride, right, right_stride, out, out_stride, rows, m, n,
+                           add);
+  }
+}
+
+template <class TR>
+void outer_of(const float* left, int64_t left_stride, const void* right_v, int64_t right_stride,
+              float* out, int64_t out_stride, int64_t r, int64_t m, int64_t n, bool add) {
+  const TR* right = static_cast<const TR*>(right_v);
+  for (int64_t col = 0; col < n; col += kWidth) {
+    const int cols = (int)(n - col < kWidth ? n - col : kWidth);
+    for (int64_t row = 0; row < r; row += V::kRows) {
+      outer_rows<V::kRows, TR>(left + row * left_stride, left_stride, right + col, right_stride,
+                               out + row * out_stride + col, out_stride, r - row, m, cols, add);
+    }
+  }
+}
+
+void outer(const float* left, int64_t left_stride, DType right_dtype, const void* right,
+           int64_t right_stride, float* out, int64_t out_stride, int64_t r, int64_t m, int64_t n,
+           bool add) {
+  switch (right_dtype) {
+    case DType::kBFloat16:
+      return outer_of<BFloat16>(left, left_stride, right, right_stride, out, out_stride, r, m, n,
+                                add);
+    case DType::kFloat16:
+      return outer_of<Float16>(left, left_stride, right, right_stride, out, out_stride, r, m, n,
+                               add);
+    default:
+      return outer_of<float>(left, left_stride, right, right_stride, out, out_stride, r, m, n, add);
+  }
+}
+
+// The factors (0 or 1 / (1 - p)) of 64 neighbouring columns of one row; see Note [Dropout mask].
+// Sixteen counters at a time in plain arrays: the compiler turns each inner loop into vector code of this unit's CPU.
+inline void dropout_factors(const DropoutBlock& b, int64_t row, int64_t group, uint64_t threshold,
+                            float keep_scale, float* factors) {
+  if (threshold == 0 || threshold > 0xFFFFFFFFU) {  // everything is kept, or nothing
+    for (int l = 0; l < 64; ++l) factors[l] = threshold == 0 ? keep_scale : 0;
+    return;
+  }
+  uint32_t c0[16], c1[16], c2[16], c3[16];
+  for (int l = 0; l < 16; ++l) {
+    c0[l] = (uint32_t)(16 * group) + (uint32_t)l;
+    c1[l] = (uint32_t)row;
+    c2[l] = (uint32_t)((uint64_t)row >> 32);
+    c3[l] = (uint32_t)b.offset;
+  }
+  uint32_t k0 = (uint32_t)b.seed;
+  uint32_t k1 = (uint32_t)(b.seed >> 32) ^ (uint32_t)(b.offset >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (int l = 0; l < 16; ++l) {
+      const uint64_t p0 = (uint64_t)0xD2511F53U * c0[l];
+      const uint64_t p1 = (uint64_t)0xCD9E8D57U * c2[l];
+      c0[l] = (uint32_t)(p1 >> 32) ^ c1[l] ^ k0;
+      c1[l] = (uint32_t)p1;
+      c2[l] = (uint32_t)(p0 >> 32) ^ c3[l] ^ k1;
+      c3[l] = (uint32_t)p0;
+    }
+    k0 += 0x9E3779B9U;
+    k1 += 0xBB67AE85U;
+  }
+  const uint32_t t = (uint32_t)threshold;
+  for (int l = 0; l < 16; ++l) {
+    factors[l] = c0[l] >= t ? keep_scale : 0;
+    factors[16 + l] = c1[l] >= t ? keep_scale : 0;
+    factors[32 + l] = c2[l] >= t ? keep_scale : 0;
+    factors[48 + l] = c3[l] >= t ? keep_scale : 0;
+  }
+}
+
+template <class T>
+void dropout_of(const T* x, int64_t x_stride, const DropoutBlock& b, float* out,
+                int64_t out_stride) {
+  const uint64_t threshold = dropout_threshold(b.p);
+  const float keep_scale = dropout_keep_scale(b.p);
+  alignas(64) float factors[kDropoutGroup];
+  for (int64_t i = 0; i < b.rows; ++i, x += x_stride, out += out_stride) {
+    for (int64_t j = 0; j < b.cols; j += kDropoutGroup) {
+      dropout_factors(b, b.row0 + i, (b.col0 + j) / kDropoutGroup, threshold, keep_scale, factors);
+      int64_t n = b.cols - j < kDropoutGroup ? b.cols - j : kDropoutGroup;
+      int64_t l = 0;
+      for (; l + V::kLanes <= n; l += V::kLanes) {
+        V::store(out + j + l, V::mul(V::load(factors + l), V::load(x + j + l)));
+      }
+      if (l < n) {
+        const int rest = (int)(n - l);
+        V::store_n(out + j + l, V::mul(V::load_n(factors + l, rest), V::load_n(x + j + l, rest)),
+                   rest);
+      }
+    }
+  }
+}
+
+void dropout(DType x_dtype, const void* x, int64_t x_stride, const DropoutBlock& b, float* out,
+             int64_t out_stride) {
+  switch (x_dtype) {
+    case DType::kBFloat16:
+      return dropout_of(static_cast<const BFloat16*>(x), x_stride, b, out, out_stride);
+    case DType::kFloat16:
+      return dropout_of(static_cast<const Float16*>(x), x_stride, b, out, out_stride);
+    default:
+      return dropout_of(static_cast<const float*>(x), x_stride, b, out, out_stride);
+  }
+}
+
+template <class T>
+void dropout_add_of(const float* t, int64_t t_stride, const DropoutBlock& b, T* c,
+                    int64_t c_stride) {
+  const uint64_t threshold = dropout_threshold(b.p);
+  const float keep_scale = dropout_keep_scale(b.p);
+  alignas(64) float factors[kDropoutGroup];
+  for (int64_t i = 0; i < b.rows; ++i, t += t_stride, c += c_stride) {
+    for (int64_t j = 0; j < b.cols; j += kDropoutGroup) {
+      dropout_factors(b, b.row0 + i, (b.col0 + j) / kDropoutGroup, threshold, keep_scale, factors);
+      int64_t n = b.cols - j < kDropoutGroup ? b.cols - j : kDropoutGroup;
+      int64_t l = 0;
+      for (; l + V::kLanes <= n; l += V::kLanes) {
+        const V::F d = V::mul(V::load(factors + l), V::load(t + j + l));
+        V::store(c + j + l, V::add(V::load(c + j + l), d));
+      }
+      if (l < n) {
+        const int rest = (int)(n - l);
+        const V::F d = V::mul(V::load_n(factors + l, rest), V::load_n(t + j + l, rest));
+        V::store_n(c + j + l, V::add(V::load_n(c + j + l, rest), d), rest);
+      }
+    }
+  }
+}
+
+void dropout_add(const float* t, int64_t t_stride, const DropoutBlock& b, DType c_dtype, void* c,
+                 int64_t c_stride) {
+  switch (c_dtype) {
+    case DType::kBFloat16:
+      return dropout_add_of(t, t_stride, b, static_cast<BFloat16*>(c), c_stride);
+    case DType::kFloat16:
+      return dropout_add_of(t, t_stride, b, static_cast<Float16*>(c), c_stride);
+    default:
+      return dropout_add_of(t, t_stride, b, static_cast<float*>(c), c_stride);
+  }
+}
+
+const LoraSimd kTable = {kWidth, V::kRows, V::kPairs, pack,        product,
+                         widen,  dot,      outer,     dropout,     dropout_add};
+
+#undef LORAACCEL_INLINE
