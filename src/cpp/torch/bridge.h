@@ -35,6 +35,7 @@ RowsTensor rows_view(const Tensor& tensor, const char* op, const char* name);
 // Uninitialised, dense, on the CPU.
 Tensor empty(std::initializer_list<int64_t> shape, DType dtype);
 Tensor empty_like_shape(const Tensor& tensor, int64_t last, DType dtype);
+Tensor empty_bytes(int64_t count);  // uint8
 Tensor empty_same(const Tensor& tensor, DType dtype);
 
 // Torch's intra-op threads and GEMM, the core's allocator. `kernel_ran` receives the kernel's name.

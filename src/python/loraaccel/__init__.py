@@ -12,7 +12,7 @@ from loraaccel._native import __version__
 from loraaccel._runtime import info, kernels, set_num_threads
 
 if TYPE_CHECKING:
-    from loraaccel.ops import lora_linear
+    from loraaccel.ops import lora_linear, lora_qkv
     from loraaccel.patching import ModuleReport, PatchReport, disabled, patch, unpatch
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "info",
     "kernels",
     "lora_linear",
+    "lora_qkv",
     "patch",
     "set_num_threads",
     "unpatch",
@@ -31,6 +32,7 @@ __all__ = [
 # Names that need torch are loaded at first use.
 _LAZY = {
     "lora_linear": "loraaccel.ops",
+    "lora_qkv": "loraaccel.ops",
     "patch": "loraaccel.patching",
     "unpatch": "loraaccel.patching",
     "disabled": "loraaccel.patching",

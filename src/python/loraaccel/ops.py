@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from loraaccel import _eager, _state
+from loraaccel import _eager, _qkv, _state
 from loraaccel._autograd import LoraLinearFunction, autocast_dtype, forward_below, forward_op
 
 
@@ -53,10 +53,7 @@ def lora_linear(
             )
     _check_tensors(x, weight, bias, lora_A, lora_B)
     dropout = input_dropout if training or not 0.0 <= input_dropout <= 1.0 else 0.0
-    try:
-        scale = float(scaling)
-    except (TypeError, ValueError):
-        raise TypeError(f"lora_linear: scaling is {scaling!r}, expected a number") from None
+    scale = _number("lora_linear", scaling)
     return lora_linear_adapters(x, weight, bias, (lora_A,), (lora_B,), [scale], [float(dropout)])
 
 
@@ -65,11 +62,22 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tenso
     operands = {"x": x, "weight": weight, "bias": bias, "lora_A": lora_a, "lora_B": lora_b}
     if bias is None:
         del operands["bias"]
+    _check_operands("lora_linear", operands, x)
+
+
+def _check_operands(where: str, operands: dict[str, Any], x: Tensor) -> None:
     for name, t in operands.items():
         if not isinstance(t, Tensor):
-            raise TypeError(f"lora_linear: {name} is a {type(t).__name__}, expected a torch.Tensor")
+            raise TypeError(f"{where}: {name} is a {type(t).__name__}, expected a torch.Tensor")
         if t.device != x.device:
-            raise ValueError(f"lora_linear: {name} is on {t.device}, expected {x.device} as x")
+            raise ValueError(f"{where}: {name} is on {t.device}, expected {x.device} as x")
+
+
+def _number(op: str, scaling: Any) -> float:
+    try:
+        return float(scaling)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scaling is {scaling!r}, expected a number") from None
 
 
 def lora_linear_adapters(
@@ -91,6 +99,21 @@ def lora_linear_adapters(
     return run_lora_linear((x, weight, bias, list(lora_a), list(lora_b), scalings, dropouts, cast))
 
 
+def _dropout_seed() -> Tensor:
+    # device: not torch.set_default_device's, the operator reads the two numbers on the host.
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device="cpu")
+
+
+def _records_gradients() -> bool:
+    """True where the call must go through an autograd.Function."""
+    # (The last two have no fused form, and the Function says so.)
+    return (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 # x, weight, bias, lora_A, lora_B, scalings, dropouts, type that autocast gives x and weight (None: as they are).
 LoraLinearCall: TypeAlias = tuple[
     Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor], list[float], list[float], torch.dtype | None
@@ -100,19 +123,106 @@ LoraLinearCall: TypeAlias = tuple[
 def run_lora_linear(call: LoraLinearCall) -> Tensor:
     """The operator by the cheapest way that gives the gradients which may be asked for."""
     x, weight, bias, lora_a, lora_b, scalings, dropouts, cast = call
-    # device: not torch.set_default_device's, the operator reads the two numbers on the host.
-    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device="cpu") if any(dropouts) else None
+    seed = _dropout_seed() if any(dropouts) else None
     if torch.compiler.is_compiling():
         if cast is not None:
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
         return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)[0]
-    if (
-        torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-    ):
-        # (The last two have no fused form, and the Function says so.)
+    if _records_gradients():
         pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
         return LoraLinearFunction.apply(x, weight, bias, seed, scalings, dropouts, cast, *pairs)
     return forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)[0]
+
+
+def lora_qkv(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    lora_As: Sequence[Tensor | None],
+    lora_Bs: Sequence[Tensor | None],
+    scalings: Sequence[float],
+) -> tuple[Tensor, ...]:
+    """Several LoRA linear layers over one input:  y_j = x W_jᵀ + bias_j + scaling_j · (x A_jᵀ) B_jᵀ.
+
+    x [..., K] → a tuple of y_j [..., N_j], in the order given. Sequences of equal length, any number of projections:
+    weights [N_j, K], biases [N_j] or None, lora_As [R_j, K] and lora_Bs [N_j, R_j], both or neither None. Sizes and ranks
+    may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer [..., sum of N_j]:
+    concatenating them costs nothing where the caller takes the buffer instead.
+
+    Types, gradients, autocast and errors as in `lora_linear`; dx is the sum over the projections, rounded once.
+    ValueError for sequences of different lengths or an adapter with only one of its two factors.
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
+    """
+    lengths = {
+        "weights": len(weights), "biases": len(biases), "lora_As": len(lora_As), "lora_Bs": len(lora_Bs),
+        "scalings": len(scalings),
+    }  # fmt: skip
+    if len(set(lengths.values())) != 1 or not weights:
+        found = ", ".join(f"{n} {name}" for name, n in lengths.items())
+        raise ValueError(f"lora_qkv: {found}, expected as many of each, and at least one")
+    pairs: list[tuple[Tensor, Tensor] | None] = []
+    for j, (w, bias, a, b) in enumerate(zip(weights, biases, lora_As, lora_Bs, strict=True)):
+        if (a is None) != (b is None):
+            raise ValueError(
+                f"lora_qkv: projection {j} has {'no lora_A' if a is None else 'no lora_B'}, expected both or neither"
+            )
+        pairs.append(None if a is None or b is None else (a, b))
+        named = {"x": x, "weight": w, "bias": bias, "lora_A": a, "lora_B": b}
+        _check_operands(f"lora_qkv: projection {j}", {k: v for k, v in named.items() if v is not None}, x)
+    scales = [
+        [] if pair is None else [_number("lora_qkv", s)] for pair, s in zip(pairs, scalings, strict=True)
+    ]
+    adapters = [[] if pair is None else [pair] for pair in pairs]
+    return lora_qkv_adapters(x, list(weights), list(biases), adapters, scales)
+
+
+def lora_qkv_adapters(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    adapters: list[list[tuple[Tensor, Tensor]]],
+    scalings: list[list[float]],
+    dropouts: list[list[float]] | None = None,
+) -> tuple[Tensor, ...]:
+    """`lora_qkv` with any number of adapters (A, B) on each projection, each with an input dropout in force."""
+    dropouts = dropouts if dropouts is not None else [[0.0] * len(s) for s in scalings]
+    if _state.off():
+        return tuple(
+            _eager.lora_linear(x, w, b, [p[0] for p in ab], [p[1] for p in ab], s, d)
+            for w, b, ab, s, d in zip(weights, biases, adapters, scalings, dropouts, strict=True)
+        )
+    flat_dropouts = [p for d in dropouts for p in d]
+    call = _qkv.QkvCall(
+        has_bias=[b is not None for b in biases],
+        adapters=[len(ab) for ab in adapters],
+        scalings=[s for scale in scalings for s in scale],
+        dropouts=flat_dropouts,
+        cast=autocast_dtype(x, weights[0]),
+    )
+    present = [b for b in biases if b is not None]
+    lora_a = [a for ab in adapters for a, _ in ab]
+    lora_b = [b for ab in adapters for _, b in ab]
+    seed = _dropout_seed() if any(flat_dropouts) else None
+    if torch.compiler.is_compiling():
+        if call.cast is not None:
+            x, weights = x.to(call.cast), [w.to(call.cast) for w in weights]
+            present = [b.to(call.cast) for b in present]
+        y = _qkv.forward_op(
+            x,
+            weights,
+            present,
+            call.has_bias,
+            lora_a,
+            lora_b,
+            call.adapters,
+            call.scalings,
+            call.dropouts,
+            seed,
+        )[0]
+        return _qkv.split(y, weights)
+    if _records_gradients():
+        pairs = [t for ab in adapters for pair in ab for t in pair]
+        return _qkv.LoraQkvFunction.apply(call, x, seed, *weights, *present, *pairs)
+    y = _qkv.forward_below(call, x, weights, present, lora_a, lora_b, seed)[0]
+    return _qkv.split(y, weights)

@@ -9,7 +9,7 @@ struct CpuFeatures {
   bool avx512 = false;       // AVX-512 F, BW, DQ and VL
   bool avx512_bf16 = false;  // the above and AVX512_BF16
   bool neon = false;
-  bool neon_bf16 = false;    // BFDOT
+  bool neon_bf16 = false;  // BFDOT
 };
 
 // Asked once, then constant.

@@ -47,8 +47,8 @@ class BlockedProduct {
   Status run() {
     if (rows_ == 0 || panels_ == 0) return Status();
     const int64_t pass_words = blocks_.empty() ? 1 : std::max<int64_t>(1, blocks_[0].words);
-    const int64_t chunk = std::clamp<int64_t>(
-        kPackedBytes / (pass_words * simd_.width * kWordBytes), 1, panels_);
+    const int64_t chunk =
+        std::clamp<int64_t>(kPackedBytes / (pass_words * simd_.width * kWordBytes), 1, panels_);
     const int64_t row_step = blocks_.size() > 1 ? kPartialRows : rows_;
     Scratch<float> packed, partial;
     if (needs_packing() && !packed.allocate(ctx_, chunk * pass_words * simd_.width))
@@ -117,8 +117,8 @@ class BlockedProduct {
       const int64_t col = (begin + i - first_panel_[j]) * simd_.width;
       const ProductRight& right = output.rights[block.term];
       PanelSource source;
-      source.data = right.transposed ? right.rows.at(col, block.begin)
-                                     : right.rows.at(block.begin, col);
+      source.data =
+          right.transposed ? right.rows.at(col, block.begin) : right.rows.at(block.begin, col);
       source.stride = right.rows.stride;
       source.dtype = right.rows.dtype;
       source.transposed = right.transposed;
@@ -198,10 +198,9 @@ class BlockedProduct {
         const ProductOutput& output = outputs_[j];
         const int64_t index = panel - first_panel_[j];
         if (block.words > 0) p.panel = packed_panel(block, output, index, panel - panel0);
-        float* partial =
-            partial_ == nullptr
-                ? nullptr
-                : partial_ + (row - row0) * partial_stride_ + (panel - panel0) * simd_.width;
+        float* partial = partial_ == nullptr ? nullptr
+                                             : partial_ + (row - row0) * partial_stride_ +
+                                                   (panel - panel0) * simd_.width;
         p.partial = first ? nullptr : partial;
         p.partial_stride = partial_stride_;
         if (last) {

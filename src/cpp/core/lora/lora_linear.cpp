@@ -47,8 +47,7 @@ Status check_forward(const Entry& entry, const ExecContext& ctx, const LoraQkvAr
     }
     LORAACCEL_RETURN_IF_ERROR(check.matrix("y", p.y, args.x.rows(), p.w.rows(), "M, N"));
     LORAACCEL_RETURN_IF_ERROR(check.dtype("y", p.y, args.x.dtype, "x"));
-    LORAACCEL_RETURN_IF_ERROR(
-        apart_from_all(check, "y", p.y, {args.x, p.bias}, args.projections));
+    LORAACCEL_RETURN_IF_ERROR(apart_from_all(check, "y", p.y, {args.x, p.bias}, args.projections));
     rank += total_rank(p.adapters);
   }
   check.set_projection(-1);
@@ -75,8 +74,8 @@ Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
   if (p.da.size() != p.adapters.size() || p.db.size() != p.adapters.size()) {
     return check.fail(StatusCode::kInvalidArgument,
                       std::to_string(p.da.size()) + " grad_A and " + std::to_string(p.db.size()) +
-                          " grad_B, expected one of each for " +
-                          std::to_string(p.adapters.size()) + " adapters");
+                          " grad_B, expected one of each for " + std::to_string(p.adapters.size()) +
+                          " adapters");
   }
   for (size_t i = 0; i < p.adapters.size(); ++i) {
     const LoraAdapter& ad = p.adapters[i];
@@ -93,8 +92,7 @@ Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
   return Status();
 }
 
-Status check_backward(const Entry& entry, const ExecContext& ctx,
-                      const LoraQkvBackwardArgs& args) {
+Status check_backward(const Entry& entry, const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
   Checker check(entry.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
@@ -150,8 +148,7 @@ double multiplications(const Args& args) {
     const double rank = static_cast<double>(total_rank(p.adapters));
     const auto inputs = static_cast<double>(p.w.cols());
     const auto outputs = static_cast<double>(p.w.rows());
-    sum += static_cast<double>(args.x.rows()) *
-           (inputs * outputs + rank * (inputs + outputs));
+    sum += static_cast<double>(args.x.rows()) * (inputs * outputs + rank * (inputs + outputs));
   }
   return sum;
 }

@@ -43,8 +43,8 @@ void for_dropout(const ExecContext& ctx, const DropoutSpec& d, int64_t rows, int
 }
 
 // D(x) as a dense matrix, or x itself where there is no dropout.
-Status dropped_input(const ExecContext& ctx, const char* op, const DropoutSpec& d, const TensorView& x,
-                     Scratch<double>* scratch, TensorView* out) {
+Status dropped_input(const ExecContext& ctx, const char* op, const DropoutSpec& d,
+                     const TensorView& x, Scratch<double>* scratch, TensorView* out) {
   *out = x;
   if (d.p <= 0) return Status();
   if (!scratch->allocate(ctx, x.numel())) return out_of_memory(op);
@@ -59,8 +59,8 @@ Status dropped_input(const ExecContext& ctx, const char* op, const DropoutSpec& 
 }
 
 // scale * a b in scratch. (With beta = 1 a GEMM may add to the large output step by step, and round each step.)
-Status update_product(const ExecContext& ctx, const char* op, const TensorView& a, const TensorView& b,
-                      double scale, Scratch<double>* update) {
+Status update_product(const ExecContext& ctx, const char* op, const TensorView& a,
+                      const TensorView& b, double scale, Scratch<double>* update) {
   if (!update->allocate(ctx, a.rows() * b.cols())) return out_of_memory(op);
   return lend_gemm(
       ctx, a, b, TensorView::matrix(update->data(), DType::kFloat64, a.rows(), b.cols()), scale, 0);
@@ -115,9 +115,8 @@ Status backward_float64(const ExecContext& ctx, const char* op, const LoraQkvBac
       LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, u.transposed(), x, p.da[i], 1, 0));
     }
     if (p.db[i].defined()) {
-      LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, p.dy.transposed(),
-                                          columns(args.h, start, ad.a.rows()), p.db[i], ad.scale,
-                                          0));
+      LORAACCEL_RETURN_IF_ERROR(lend_gemm(
+          ctx, p.dy.transposed(), columns(args.h, start, ad.a.rows()), p.db[i], ad.scale, 0));
     }
     start += ad.a.rows();
   }

@@ -4,8 +4,8 @@
 
 #include "half.h"
 #include "lora/lora_linear_kernels.h"
-#include "random/philox.h"
 #include "lora/operands.h"
+#include "random/philox.h"
 
 namespace loraaccel {
 namespace {
@@ -202,11 +202,12 @@ Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackward
 }
 
 // The columns of h that belong to one projection.
-TensorView hidden_columns(const TensorView& h, int64_t start, std::span<const LoraAdapter> adapters) {
+TensorView hidden_columns(const TensorView& h, int64_t start,
+                          std::span<const LoraAdapter> adapters) {
   TensorView part = h;
   if (h.data == nullptr) return part;
-  part.data = static_cast<char*>(h.data) + start * h.stride[1] *
-                                               static_cast<int64_t>(dtype_size_bytes(h.dtype));
+  part.data = static_cast<char*>(h.data) +
+              start * h.stride[1] * static_cast<int64_t>(dtype_size_bytes(h.dtype));
   part.shape[1] = 0;
   for (const LoraAdapter& ad : adapters) part.shape[1] += ad.a.rows();
   return part;

@@ -110,8 +110,7 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
     hidden += total_rank(given.adapters);
     adapters.insert(adapters.end(), given.adapters.begin(), given.adapters.end());
   }
-  LORAACCEL_RETURN_IF_ERROR(
-      rank_hidden(simd, ctx, op, term.left, rows, inputs, adapters, args.h));
+  LORAACCEL_RETURN_IF_ERROR(rank_hidden(simd, ctx, op, term.left, rows, inputs, adapters, args.h));
   if (in_rows && rows <= kDotMaxRows) {
     few_rows_forward(simd, ctx, term.left, rows, inputs, outputs);
     return Status();
@@ -197,8 +196,7 @@ Status lora_group_backward_own(const LoraSimd& simd, const ExecContext& ctx, con
   if (reads_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.x, &x_copy, &x));
   RankBackward rank;
   LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, args.x.rows(), layers));
-  if (args.dx.defined())
-    LORAACCEL_RETURN_IF_ERROR(input_gradient(simd, ctx, op, args, dy, rank));
+  if (args.dx.defined()) LORAACCEL_RETURN_IF_ERROR(input_gradient(simd, ctx, op, args, dy, rank));
   LORAACCEL_RETURN_IF_ERROR(rank.adapter_gradients(simd, ctx, x, args.x.cols(), args.h));
   for (size_t j = 0; j < count; ++j) {
     const LoraProjectionBackward& given = args.projections[j];

@@ -60,8 +60,7 @@ Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op,
   for (size_t i = 0; i < adapters.size(); ++i) {
     // The product with dropout is of floats: an A of the same type as x is then converted too.
     const DType wanted = adapters[i].dropout.p > 0 ? DType::kFloat32 : x.dtype;
-    LORAACCEL_RETURN_IF_ERROR(
-        rank_factor(ctx, op, adapters[i].a, wanted, &copies[i], &factors[i]));
+    LORAACCEL_RETURN_IF_ERROR(rank_factor(ctx, op, adapters[i].a, wanted, &copies[i], &factors[i]));
   }
   const int64_t block = row_block(ctx, rows);
   std::atomic<bool> no_memory{false};
@@ -206,8 +205,8 @@ Status scaled_gradient(const LoraSimd& simd, const ExecContext& ctx, const char*
       move_rows(ctx, source, bt.stride[0], bt.stride[1], reinterpret_cast<T*>(copy.data()),
                 layer.outputs, rank, layer.outputs);
     } else {
-      convert_rows(ctx, source, bt.stride[0], bt.stride[1],
-                   reinterpret_cast<float*>(copy.data()), layer.outputs, 1, rank, layer.outputs);
+      convert_rows(ctx, source, bt.stride[0], bt.stride[1], reinterpret_cast<float*>(copy.data()),
+                   layer.outputs, 1, rank, layer.outputs);
     }
   });
   const int64_t block = row_block(ctx, rows);
@@ -249,8 +248,7 @@ Status RankBackward::prepare(const LoraSimd& simd, const ExecContext& ctx, const
       if (layer.dy.data == nullptr) {
         for (int64_t m = 0; m < rows; ++m) std::fill_n(u + m * columns_, ad.a.rows(), 0.0F);
       } else {
-        LORAACCEL_RETURN_IF_ERROR(
-            scaled_gradient(simd, ctx, op, layer, ad, rows, u, columns_));
+        LORAACCEL_RETURN_IF_ERROR(scaled_gradient(simd, ctx, op, layer, ad, rows, u, columns_));
       }
     }
   }
@@ -279,8 +277,7 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
     Part& part = parts[count++];
     part.start = start_[i];
     part.dropout = &adapters_[i].dropout;
-    LORAACCEL_RETURN_IF_ERROR(
-        part.panels.build(simd, ctx, op_, adapters_, RankFactor::kA, only));
+    LORAACCEL_RETURN_IF_ERROR(part.panels.build(simd, ctx, op_, adapters_, RankFactor::kA, only));
   }
   if (count == 0) return Status();
   if (count == 1 && parts[0].dropout == nullptr) {
@@ -328,9 +325,9 @@ namespace {
 
 // out[r][n] = sum over m of left[r][m] right[m][n], the columns split among threads.
 // With dropout, D(right) takes the place of right, made in blocks of rows.
-Status wide_outer(const LoraSimd& simd, const ExecContext& ctx, const char* op, const float* left, int64_t rows,
-                  int64_t rank, const AnyRows& right, int64_t cols, const DropoutSpec& dropout,
-                  float* out) {
+Status wide_outer(const LoraSimd& simd, const ExecContext& ctx, const char* op, const float* left,
+                  int64_t rows, int64_t rank, const AnyRows& right, int64_t cols,
+                  const DropoutSpec& dropout, float* out) {
   constexpr int64_t kColumnBlock = 256;  // a multiple of kDropoutGroup and of every panel width
   constexpr int64_t kDropoutRows = 128;
   static_assert(kColumnBlock % kDropoutGroup == 0);

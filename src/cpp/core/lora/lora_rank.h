@@ -42,7 +42,7 @@ class RankPanels {
 
 // One layer's part of a backward pass.
 struct RankLayer {
-  AnyRows dy;       // [M, outputs]; null: no gradient, as if zero
+  AnyRows dy;  // [M, outputs]; null: no gradient, as if zero
   int64_t outputs;
   std::span<const LoraAdapter> adapters;
   std::span<const TensorView> da, db;  // of each adapter; undefined: not wanted

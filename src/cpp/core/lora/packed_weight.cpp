@@ -36,7 +36,9 @@ Header header_for(const LoraSimd& simd, const TensorView& w, WeightUse use) {
   return h;
 }
 
-int64_t panels_of(const Header& h) { return ceil_div(h.transposed != 0 ? h.rows : h.cols, h.width); }
+int64_t panels_of(const Header& h) {
+  return ceil_div(h.transposed != 0 ? h.rows : h.cols, h.width);
+}
 
 Header read_header(const void* memory) {
   Header h;

@@ -14,7 +14,9 @@ class PackedWeight {
   PackedWeight() = default;
   explicit PackedWeight(const void* memory);
   // False where it was packed for another instruction set: the caller packs for itself.
-  bool serves(const LoraSimd& simd) const { return width_ == simd.width && (!pairs_ || simd.pairs); }
+  bool serves(const LoraSimd& simd) const {
+    return width_ == simd.width && (!pairs_ || simd.pairs);
+  }
   const float* panel(int64_t index) const { return panels_ + index * panel_floats_; }
 
  private:

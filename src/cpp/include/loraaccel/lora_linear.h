@@ -44,7 +44,7 @@ struct LoraLinearArgs {
   TensorView bias;                        // [N], dtype of x, or undefined
   std::span<const LoraAdapter> adapters;  // none is allowed: a plain linear layer
   TensorView y;                           // [M, N]  output, dtype of x
-  TensorView h;  // [M, sum of R]  output, dense; float32, or float64 when x is
+  TensorView h;                    // [M, sum of R]  output, dense; float32, or float64 when x is
   const void* packed_w = nullptr;  // w by pack_weight(kForward), or null; see loraaccel/pack.h
 };
 

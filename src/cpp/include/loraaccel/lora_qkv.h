@@ -17,32 +17,34 @@ struct LoraProjection {
   TensorView w;                           // [N, K]  dtype of x
   TensorView bias;                        // [N], dtype of x, or undefined
   std::span<const LoraAdapter> adapters;  // none is allowed
-  TensorView y;                           // [M, N]  output, dtype of x; may be columns of a wider matrix
-  const void* packed_w = nullptr;         // w by pack_weight(kForward), or null
+  TensorView y;                    // [M, N]  output, dtype of x; may be columns of a wider matrix
+  const void* packed_w = nullptr;  // w by pack_weight(kForward), or null
 };
 
 struct LoraQkvArgs {
-  TensorView x;                                 // [M, K]
-  std::span<const LoraProjection> projections;  // at least one; sizes, biases and adapters may differ
-  TensorView h;  // [M, sum of all R]  output, dense; in the order of the projections and their adapters
+  TensorView x;  // [M, K]
+  std::span<const LoraProjection>
+      projections;  // at least one; sizes, biases and adapters may differ
+  TensorView
+      h;  // [M, sum of all R]  output, dense; in the order of the projections and their adapters
 };
 
 // Computes every y and h. Rules and errors as of lora_linear_forward.
 Status lora_qkv_forward(const ExecContext& ctx, const LoraQkvArgs& args);
 
 struct LoraProjectionBackward {
-  TensorView dy;                           // [M, N]  G, dtype of x; undefined: no gradient, as if zero
-  TensorView w;                            // [N, K]
-  std::span<const LoraAdapter> adapters;   // as in the forward call
-  TensorView dw;                           // [N, K], dtype of w, or undefined
-  TensorView dbias;                        // [N], dtype of w, or undefined
-  std::span<const TensorView> da;          // per adapter [R, K], dtype of a, or undefined
-  std::span<const TensorView> db;          // per adapter [N, R], dtype of b, or undefined
-  const void* packed_w = nullptr;          // w by pack_weight(kInputGradient), or null
+  TensorView dy;  // [M, N]  G, dtype of x; undefined: no gradient, as if zero
+  TensorView w;   // [N, K]
+  std::span<const LoraAdapter> adapters;  // as in the forward call
+  TensorView dw;                          // [N, K], dtype of w, or undefined
+  TensorView dbias;                       // [N], dtype of w, or undefined
+  std::span<const TensorView> da;         // per adapter [R, K], dtype of a, or undefined
+  std::span<const TensorView> db;         // per adapter [N, R], dtype of b, or undefined
+  const void* packed_w = nullptr;         // w by pack_weight(kInputGradient), or null
 };
 
 struct LoraQkvBackwardArgs {
-  TensorView x;                                         // [M, K]  read only where some dw or da is wanted
+  TensorView x;  // [M, K]  read only where some dw or da is wanted
   std::span<const LoraProjectionBackward> projections;  // as in the forward call
   TensorView h;   // as the forward call left it; may be undefined where no db is wanted
   TensorView dx;  // [M, K], dtype of x, or undefined

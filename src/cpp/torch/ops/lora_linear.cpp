@@ -2,54 +2,16 @@
 #include <vector>
 
 #include "bridge.h"
-#include "loraaccel/lora_linear.h"
+#include "loraaccel/pack.h"
+#include "ops/adapters.h"
 
 namespace loraaccel {
 namespace {
 
+using bridge::OptionalTensor;
 using bridge::RowsTensor;
+using bridge::sum_type;
 using bridge::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// The adapters of one call: views over the tensors of two lists, a scale and a dropout each.
-std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& lora_a,
-                                     const std::vector<Tensor>& lora_b,
-                                     const std::vector<double>& scalings,
-                                     const std::vector<double>& dropouts,
-                                     const OptionalTensor& seed) {
-  const size_t n = lora_a.size();
-  if (lora_b.size() != n || scalings.size() != n || dropouts.size() != n) {
-    bridge::fail(StatusCode::kInvalidArgument,
-                 std::string(op) + ": " + std::to_string(n) + " lora_A, " +
-                     std::to_string(lora_b.size()) + " lora_B, " + std::to_string(scalings.size()) +
-                     " scalings and " + std::to_string(dropouts.size()) +
-                     " dropouts, expected as many of each");
-  }
-  uint64_t key = 0;
-  uint64_t offset = 0;
-  bool drops = false;
-  for (const double p : dropouts) drops = drops || p > 0;
-  if (drops) {
-    if (!seed.has_value() || seed->scalar_type() != torch::headeronly::ScalarType::Long ||
-        seed->numel() != 2 || !seed->is_contiguous() || !seed->is_cpu()) {
-      bridge::fail(StatusCode::kInvalidArgument,
-                   std::string(op) +
-                       ": dropout without a seed, expected a dense int64 tensor of two "
-                       "numbers on the CPU (seed, offset)");
-    }
-    const auto* numbers = static_cast<const int64_t*>(seed->data_ptr());
-    key = static_cast<uint64_t>(numbers[0]);
-    offset = static_cast<uint64_t>(numbers[1]);
-  }
-  std::vector<LoraAdapter> adapters(n);
-  for (size_t i = 0; i < n; ++i) {
-    adapters[i].a = bridge::matrix_view(lora_a[i], op, "lora_A");
-    adapters[i].b = bridge::matrix_view(lora_b[i], op, "lora_B");
-    adapters[i].scale = scalings[i];
-    adapters[i].dropout = {dropouts[i], key, offset + i};  // each adapter its own mask
-  }
-  return adapters;
-}
 
 int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   int64_t rank = 0;
@@ -57,23 +19,22 @@ int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   return rank;
 }
 
-DType sum_type(DType x) { return x == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
-
 std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
                                       const OptionalTensor& bias, const std::vector<Tensor>& lora_a,
                                       const std::vector<Tensor>& lora_b,
                                       const std::vector<double>& scalings,
                                       const std::vector<double>& dropouts,
-                                      const OptionalTensor& seed) {
+                                      const OptionalTensor& seed, const OptionalTensor& packed) {
   constexpr const char* kOp = "lora_linear";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
   const std::vector<LoraAdapter> adapters =
-      adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
+      bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
   LoraLinearArgs args;
   args.x = rows.view;
   args.w = bridge::matrix_view(weight, kOp, "weight");
   if (bias.has_value()) args.bias = bridge::vector_view(*bias, kOp, "bias");
   args.adapters = adapters;
+  args.packed_w = bridge::packed_memory(packed, kOp);
   const DType dtype = args.x.dtype;
   Tensor y = bridge::empty_like_shape(x, args.w.rows(), dtype);
   Tensor hidden = bridge::empty({args.x.rows(), total_rank(adapters)}, sum_type(dtype));
@@ -90,7 +51,8 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
                                 const std::vector<Tensor>& lora_b, const Tensor& hidden,
                                 const std::vector<double>& scalings,
                                 const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                const std::vector<bool>& output_mask) {
+                                const std::vector<bool>& output_mask,
+                                const OptionalTensor& packed) {
   constexpr const char* kOp = "lora_linear_backward";
   if (output_mask.size() != 3 + 2 * lora_a.size()) {
     bridge::fail(StatusCode::kInvalidArgument,
@@ -101,13 +63,14 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   const RowsTensor x_rows = bridge::rows_view(x, kOp, "x");
   const RowsTensor grad_rows = bridge::rows_view(grad, kOp, "grad");
   const std::vector<LoraAdapter> adapters =
-      adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
+      bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
   LoraLinearBackwardArgs args;
   args.dy = grad_rows.view;
   args.x = x_rows.view;
   args.w = bridge::matrix_view(weight, kOp, "weight");
   args.adapters = adapters;
   args.h = bridge::matrix_view(hidden, kOp, "hidden");
+  args.packed_w = bridge::packed_memory(packed, kOp);
 
   std::vector<Tensor> outputs;
   const DType dtype = args.x.dtype;
@@ -146,6 +109,16 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   return outputs;
 }
 
+Tensor pack_op(const Tensor& weight, bool for_input_gradient) {
+  constexpr const char* kOp = "pack_weight";
+  const TensorView w = bridge::matrix_view(weight, kOp, "weight");
+  const WeightUse use = for_input_gradient ? WeightUse::kInputGradient : WeightUse::kForward;
+  const size_t bytes = packed_weight_bytes(w, use);
+  Tensor packed = bridge::empty_bytes(static_cast<int64_t>(bytes));
+  bridge::throw_if_error(pack_weight(bridge::context(nullptr), w, use, packed.data_ptr(), bytes));
+  return packed;
+}
+
 }  // namespace
 }  // namespace loraaccel
 
@@ -154,15 +127,20 @@ STABLE_TORCH_LIBRARY(loraaccel, m) {
   m.def(
       "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_A, Tensor[] lora_B, "
       "float[] scalings, "
-      "float[] dropouts, Tensor? seed) -> (Tensor, Tensor)");
+      "float[] dropouts, Tensor? seed, Tensor? packed=None) -> (Tensor, Tensor)");
   // Returns the gradients that output_mask asks for, in its order: x, weight, bias, then A and B of each adapter.
   m.def(
       "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor[] lora_A, Tensor[] "
       "lora_B, Tensor hidden, "
-      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask) -> Tensor[]");
+      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, Tensor? packed=None) "
+      "-> "
+      "Tensor[]");
+  // A copy of the weight in the order in which the kernels read it, as bytes; see loraaccel/pack.h.
+  m.def("pack_weight(Tensor weight, bool for_input_gradient) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
   m.impl("lora_linear", TORCH_BOX(&loraaccel::forward_op));
   m.impl("lora_linear_backward", TORCH_BOX(&loraaccel::backward_op));
+  m.impl("pack_weight", TORCH_BOX(&loraaccel::pack_op));
 }

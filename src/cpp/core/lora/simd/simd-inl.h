@@ -65,7 +65,8 @@ LORAACCEL_INLINE void multiply_add(V::F (&acc)[MR][2], const char* left, int64_t
   for (int64_t k = 0; k < depth; ++k) {
     // The panel comes from the second cache: asked for 12 steps (168 cycles of the 14-row tile) ahead.
     __builtin_prefetch(right + 12 * right_stride);
-    if constexpr (kWidth * sizeof(TR) > 64) __builtin_prefetch(right + 12 * right_stride + V::kLanes);
+    if constexpr (kWidth * sizeof(TR) > 64)
+      __builtin_prefetch(right + 12 * right_stride + V::kLanes);
     V::F r[2];
     load_two(right, n, r);
     right += right_stride;
@@ -82,31 +83,46 @@ LORAACCEL_INLINE void multiply_add(V::F (&acc)[MR][2], const char* left, int64_t
   }
 }
 
-// Adds acc to `total` (or makes it the total) and starts acc from zero.
+// Sums of finished blocks, [rows][kWidth]. The compiler must not know where the pointer points: it would keep the array
+// in registers that the accumulators need, and move all of them to the stack and back around every block.
+struct Total {
+  float* sums;
+  bool empty = true;
+
+  explicit Total(float* memory) : sums(memory) { asm volatile("" : "+r"(sums) : : "memory"); }
+};
+
+// Adds acc to the total (or makes it the total) and starts acc from zero.
 template <int MR>
-LORAACCEL_INLINE void fold(V::F (&acc)[MR][2], float (&total)[MR][kWidth], bool* has_total) {
+LORAACCEL_INLINE void fold(V::F (&acc)[MR][2], Total* total) {
+  if (total->empty) {
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      V::store(total->sums + i * kWidth, acc[i][0]);
+      V::store(total->sums + i * kWidth + V::kLanes, acc[i][1]);
+      acc[i][0] = acc[i][1] = V::zero();
+    }
+    total->empty = false;
+    return;
+  }
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i) {
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      float* t = total[i] + h * V::kLanes;
-      V::store(t, *has_total ? V::add(V::load(t), acc[i][h]) : acc[i][h]);
-      acc[i][h] = V::zero();
-    }
+    float* t = total->sums + i * kWidth;
+    V::store(t, V::add(V::load(t), acc[i][0]));
+    V::store(t + V::kLanes, V::add(V::load(t + V::kLanes), acc[i][1]));
+    acc[i][0] = acc[i][1] = V::zero();
   }
-  *has_total = true;
 }
 
 // The sum over `depth` in blocks: all but the last block go through `total`, the last one stays in acc.
 template <int MR, class TR>
-LORAACCEL_INLINE void multiply_add_blocked(V::F (&acc)[MR][2], float (&total)[MR][kWidth],
-                                           bool* has_total, const float* left, int64_t stride,
-                                           const TR* right, int64_t right_stride, int n,
-                                           int64_t depth) {
+LORAACCEL_INLINE void multiply_add_blocked(V::F (&acc)[MR][2], Total* total, const float* left,
+                                           int64_t stride, const TR* right, int64_t right_stride,
+                                           int n, int64_t depth) {
   const char* bytes = (const char*)left;
   while (depth > kSumBlock) {
     multiply_add<false, MR>(acc, bytes, stride, right, right_stride, n, kSumBlock);
-    fold<MR>(acc, total, has_total);
+    fold<MR>(acc, total);
     bytes += kSumBlock * sizeof(float);
     right += kSumBlock * right_stride;
     depth -= kSumBlock;
@@ -119,21 +135,22 @@ void product_tile(const PanelProduct& p, int64_t row) {
   V::F acc[MR][2];
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
-  alignas(64) float total[MR][kWidth];
-  bool has_total = false;
+  alignas(64) float memory[MR * kWidth];
+  Total total(memory);
   const char* left = (const char*)p.left + row * p.left_stride;
   const float* panel = (const float*)p.panel;
   if constexpr (kPairs) {
     // One block: the products are of 8 bits each, and what reads the sum is a bfloat16 or close to one.
     multiply_add<true, MR>(acc, left, p.left_stride, panel, kWidth, kWidth, p.depth);
   } else if (p.depth > 0) {
-    multiply_add_blocked<MR>(acc, total, &has_total, (const float*)left, p.left_stride, panel, kWidth,
-                             kWidth, p.depth);
+    multiply_add_blocked<MR>(acc, &total, (const float*)left, p.left_stride, panel, kWidth, kWidth,
+                             p.depth);
   }
   if (p.depth2 > 0) {
-    // A block of its own: in the accumulator of the first product each of its steps would be rounded at that one's size.
-    if (p.depth > 0) fold<MR>(acc, total, &has_total);
-    multiply_add_blocked<MR>(acc, total, &has_total, p.left2 + row * p.left2_stride,
+    // A long one is a block of its own: in the accumulator of the first product each of its steps would be rounded at
+    // that one's size. (Beside the rounding of a bfloat16 result that is nothing.)
+    if (!kPairs && p.depth > 0 && p.depth2 > kSumBlock / 8) fold<MR>(acc, &total);
+    multiply_add_blocked<MR>(acc, &total, p.left2 + row * p.left2_stride,
                              p.left2_stride * (int64_t)sizeof(float), p.panel2, kWidth, kWidth,
                              p.depth2);
   }
@@ -143,9 +160,9 @@ void product_tile(const PanelProduct& p, int64_t row) {
   TC* c = static_cast<TC*>(p.c) + row * p.c_stride;
   for (int i = 0; i < MR; ++i, c += p.c_stride) {
     V::F v[2] = {acc[i][0], acc[i][1]};
-    if (has_total) {
-      v[0] = V::add(V::load(total[i]), v[0]);
-      v[1] = V::add(V::load(total[i] + V::kLanes), v[1]);
+    if (!total.empty) {
+      v[0] = V::add(V::load(total.sums + i * kWidth), v[0]);
+      v[1] = V::add(V::load(total.sums + i * kWidth + V::kLanes), v[1]);
     }
     if (partial != nullptr) {
       v[0] = V::add(V::load(partial), v[0]);
@@ -259,13 +276,14 @@ void pack_pairs(const PanelSource& s, float* panel) {
     if (s.transposed) {
       const auto word = [&](int n, int64_t k) {
         uint16_t halves[2] = {0, 0};  // the second half of the last word of an odd depth
-        memcpy(halves, w + n * s.stride + 2 * k,
-               sizeof(BFloat16) * (2 * k + 1 < s.depth ? 2 : 1));
+        memcpy(halves, w + n * s.stride + 2 * k, sizeof(BFloat16) * (2 * k + 1 < s.depth ? 2 : 1));
         float f;
         memcpy(&f, halves, sizeof f);
         return f;
       };
-      const auto load = [&](int n, int64_t k) { return Trait::load_words(w + n * s.stride + 2 * k); };
+      const auto load = [&](int n, int64_t k) {
+        return Trait::load_words(w + n * s.stride + 2 * k);
+      };
       pack_transposed(s.count, s.depth / 2, panel, word, load);
       if (s.depth % 2 != 0) {
         panel += s.depth / 2 * kWidth;
@@ -306,8 +324,8 @@ void widen_of(const T* x, int64_t x_stride, float* out, int64_t out_stride, int6
   }
 }
 
-void widen(DType x_dtype, const void* x, int64_t x_stride, float* out, int64_t out_stride, int64_t m,
-           int64_t k) {
+void widen(DType x_dtype, const void* x, int64_t x_stride, float* out, int64_t out_stride,
+           int64_t m, int64_t k) {
   switch (x_dtype) {
     case DType::kBFloat16:
       return widen_of(static_cast<const BFloat16*>(x), x_stride, out, out_stride, m, k);
@@ -342,7 +360,9 @@ struct DotStep<BFloat16, BFloat16, Trait> {
     return Trait::load_words(buffer);
   }
   static V::F a_n(const BFloat16* p, int n) { return x_n(p, n); }
-  static V::F step(const V::F& a, const V::F& b, const V::F& c) { return Trait::dot_pairs(a, b, c); }
+  static V::F step(const V::F& a, const V::F& b, const V::F& c) {
+    return Trait::dot_pairs(a, b, c);
+  }
 };
 
 // Dot products of MX rows of x with NA rows of a, both along k.
@@ -409,8 +429,8 @@ void dot_columns(const TX* x, int64_t x_stride, const TA* a, int64_t a_stride, f
                               out_stride, k);
   }
   for (; i < m; ++i) {
-    dot_tile<1, NA>(x + i * x_stride, x_stride, a, a_stride, scale, out + i * out_stride, out_stride,
-                    k);
+    dot_tile<1, NA>(x + i * x_stride, x_stride, a, a_stride, scale, out + i * out_stride,
+                    out_stride, k);
   }
 }
 
@@ -453,20 +473,20 @@ void outer_tile(const float* left, int64_t left_stride, const TR* right, int64_t
   V::F acc[MR][2];
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
-  alignas(64) float total[MR][kWidth];
-  bool has_total = false;
+  alignas(64) float memory[MR * kWidth];
+  Total total(memory);
   const int64_t bytes = left_stride * (int64_t)sizeof(float);
   // Two copies of the loop: the one with the constant has no test for the right edge in it.
   if (n == kWidth) {
-    multiply_add_blocked<MR>(acc, total, &has_total, left, bytes, right, right_stride, kWidth, m);
+    multiply_add_blocked<MR>(acc, &total, left, bytes, right, right_stride, kWidth, m);
   } else {
-    multiply_add_blocked<MR>(acc, total, &has_total, left, bytes, right, right_stride, n, m);
+    multiply_add_blocked<MR>(acc, &total, left, bytes, right, right_stride, n, m);
   }
   for (int i = 0; i < MR; ++i, out += out_stride) {
     V::F v[2] = {acc[i][0], acc[i][1]};
-    if (has_total) {
-      v[0] = V::add(V::load(total[i]), v[0]);
-      v[1] = V::add(V::load(total[i] + V::kLanes), v[1]);
+    if (!total.empty) {
+      v[0] = V::add(V::load(total.sums + i * kWidth), v[0]);
+      v[1] = V::add(V::load(total.sums + i * kWidth + V::kLanes), v[1]);
     }
     if (add) {
       V::F old[2];
@@ -626,7 +646,7 @@ void dropout_add(const float* t, int64_t t_stride, const DropoutBlock& b, DType 
   }
 }
 
-const LoraSimd kTable = {kWidth, V::kRows, V::kPairs, pack,        product,
-                         widen,  dot,      outer,     dropout,     dropout_add};
+const LoraSimd kTable = {kWidth, V::kRows, V::kPairs, pack,    product,
+                         widen,  dot,      outer,     dropout, dropout_add};
 
 #undef LORAACCEL_INLINE

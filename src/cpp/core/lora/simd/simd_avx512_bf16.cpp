@@ -19,6 +19,15 @@ struct V : Avx512 {
   static constexpr bool kPairs = true;
 
   static F dot_pairs(F a, F b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  // (Rounds as the base's code does, but a result below 2^-126 becomes zero.)
+  using Avx512::store;
+  using Avx512::store_n;
+  static __m256i narrowed(F v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+  static void store(BFloat16* p, F v) { _mm256_storeu_si256((__m256i*)p, narrowed(v)); }
+  static void store_n(BFloat16* p, F v, int n) {
+    _mm256_mask_storeu_epi16(p, first(n), narrowed(v));
+  }
+
   static F load_words(const BFloat16* p) { return _mm512_loadu_ps((const float*)p); }
   static F pair(F low, F high) {
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16),
