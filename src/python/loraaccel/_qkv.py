@@ -238,7 +238,7 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
             call.dropouts,
             seed,
             ctx.wanted,
-        )  # fmt: skip
+        )
     )
     in_order = iter([next(computed) if w else None for w in ctx.wanted])
     gx = next(in_order)

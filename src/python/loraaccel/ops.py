@@ -146,8 +146,8 @@ def lora_qkv(
     """Several LoRA linear layers over one input:  y_j = x W_jᵀ + bias_j + scaling_j · (x A_jᵀ) B_jᵀ.
 
     x [..., K] → a tuple of y_j [..., N_j], in the order given. Sequences of equal length, any number of projections:
-    weights [N_j, K], biases [N_j] or None, lora_As [R_j, K] and lora_Bs [N_j, R_j], both or neither None. Sizes and ranks
-    may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer [..., sum of N_j]:
+    weights [N_j, K], biases [N_j] or None, lora_As [R_j, K] and lora_Bs [N_j, R_j], both or neither None. Sizes
+    and ranks may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer [..., sum of N_j]:
     concatenating them costs nothing where the caller takes the buffer instead.
 
     Types, gradients, autocast and errors as in `lora_linear`; dx is the sum over the projections, rounded once.
