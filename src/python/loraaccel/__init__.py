@@ -12,10 +12,11 @@ from loraaccel._native import __version__
 from loraaccel._runtime import info, kernels, set_num_threads
 
 if TYPE_CHECKING:
-    from loraaccel.ops import lora_linear, lora_qkv
+    from loraaccel.ops import LoraWeights, lora_linear, lora_mlp, lora_qkv
     from loraaccel.patching import ModuleReport, PatchReport, disabled, patch, unpatch
 
 __all__ = [
+    "LoraWeights",
     "ModuleReport",
     "PatchReport",
     "__version__",
@@ -23,6 +24,7 @@ __all__ = [
     "info",
     "kernels",
     "lora_linear",
+    "lora_mlp",
     "lora_qkv",
     "patch",
     "set_num_threads",
@@ -33,6 +35,8 @@ __all__ = [
 _LAZY = {
     "lora_linear": "loraaccel.ops",
     "lora_qkv": "loraaccel.ops",
+    "lora_mlp": "loraaccel.ops",
+    "LoraWeights": "loraaccel.ops",
     "patch": "loraaccel.patching",
     "unpatch": "loraaccel.patching",
     "disabled": "loraaccel.patching",

@@ -26,6 +26,31 @@ def lora_linear(
     return y.to(dtype)
 
 
+def lora_mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    adapters: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    scalings: Sequence[Sequence[float]],
+    activation: str,
+) -> Tensor:
+    """The layers one after the other: gate, up and down, or up and down."""
+
+    def layer(index: int, t: Tensor) -> Tensor:
+        a, b = [p[0] for p in adapters[index]], [p[1] for p in adapters[index]]
+        return lora_linear(t, weights[index], biases[index], a, b, scalings[index], [0.0] * len(a))
+
+    act = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "relu": F.relu,
+    }[activation]
+    if len(weights) == 2:
+        return layer(1, act(layer(0, x)))
+    return layer(2, act(layer(0, x)) * layer(1, x))
+
+
 def lora_linear_backward(
     grad: Tensor,
     x: Tensor,

@@ -16,14 +16,48 @@ forward_op = torch.ops.loraaccel.lora_qkv.default
 backward_op = torch.ops.loraaccel.lora_qkv_backward.default
 
 
-class QkvCall(NamedTuple):
-    """One call: everything that is not a tensor."""
+class GroupCall(NamedTuple):
+    """One call of several layers: everything that is not a tensor."""
 
-    has_bias: list[bool]  # of each projection
-    adapters: list[int]  # number of adapters of each projection
+    has_bias: list[bool]  # of each layer
+    adapters: list[int]  # number of adapters of each layer
     scalings: list[float]  # of each adapter
     dropouts: list[float]  # in force, of each adapter
     cast: torch.dtype | None  # type that autocast gives x, weights and biases
+
+    def cut(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Weights, biases, and A and B of each adapter, from the flat list of a call."""
+        n, biased = len(self.has_bias), sum(self.has_bias)
+        return tensors[:n], tensors[n : n + biased], tensors[n + biased :]
+
+    def mask(self, x: bool, needs: Sequence[bool]) -> list[bool]:
+        """The operators' output_mask: x, then weight, bias, A and B ... of each layer."""
+        weights, biases, adapters = self.cut(needs)
+        bias, mask, at = iter(biases), [x], 0
+        for w, biased, count in zip(weights, self.has_bias, self.adapters, strict=True):
+            mask += [w, biased and next(bias), *adapters[at : at + 2 * count]]
+            at += 2 * count
+        return mask
+
+    def flat(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients in the order of the mask, None where not wanted: that of x, and those of the flat list."""
+        x, *rest = grads
+        following = iter(rest)
+        weights, biases, adapters = [], [], []
+        for biased, count in zip(self.has_bias, self.adapters, strict=True):
+            weights.append(next(following))
+            bias = next(following)
+            if biased:
+                biases.append(bias)
+            adapters += [next(following) for _ in range(2 * count)]
+        return x, [*weights, *biases, *adapters]
+
+    def to_cast(self, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """x and the flat list with weights and biases in autocast's type."""
+        if self.cast is None:
+            return x, list(tensors)
+        weights, biases, adapters = self.cut(tensors)
+        return x.to(self.cast), [*(t.to(self.cast) for t in (*weights, *biases)), *adapters]
 
 
 def split(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -31,104 +65,110 @@ def split(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return y.split([w.shape[0] for w in weights], dim=-1)
 
 
-def forward_below(
-    call: QkvCall,
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    lora_a: list[Tensor],
-    lora_b: list[Tensor],
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """y, hidden, and x and the weights in the type they were used in; nothing is recorded for a backward pass."""
-    if call.cast is not None:
-        x = x.to(call.cast)
-        weights = [w.to(call.cast) for w in weights]
-        biases = [b.to(call.cast) for b in biases]
+def run_below(op: Any, call: GroupCall, x: Tensor, tensors: Sequence[Tensor], *rest: Any) -> Any:
+    """A forward operator over several layers; nothing is recorded for a backward pass. Types are as after to_cast()."""
+    weights, biases, adapters = call.cut(tensors)
     with _below_autograd(), torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
-        y, hidden = forward_op(
-            x,
-            weights,
-            biases,
-            call.has_bias,
-            lora_a,
-            lora_b,
-            call.adapters,
-            call.scalings,
-            call.dropouts,
-            seed,
-        )
-    return y, hidden, x, weights
+        return op(
+            x, list(weights), list(biases), call.has_bias, list(adapters[0::2]), list(adapters[1::2]),
+            call.adapters, call.scalings, call.dropouts, *rest,
+        )  # fmt: skip
+
+
+def keep_operands(
+    ctx: Any, call: GroupCall, x: Tensor, tensors: Sequence[Tensor], keep_x: bool, keep: Sequence[bool]
+) -> list[Tensor | None]:
+    """What save_for_backward() takes of x and of weights and adapters (biases are not read); the others' shapes are
+    remembered. x may be large, and a user may change in place what nothing needs."""
+    weights, _, adapters = call.cut(tensors)
+    operands = (x, *weights, *adapters)
+    kept = (keep_x, *keep)
+    ctx.like = [None if k else (t.shape, t.dtype, t.device) for t, k in zip(operands, kept, strict=True)]
+    return [t if k else None for t, k in zip(operands, kept, strict=True)]
+
+
+def kept_operands(
+    ctx: Any, call: GroupCall, saved: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """x, weights and adapters; what was not kept has its shape only, which is all that is asked of it."""
+    operands = [
+        torch.empty((), dtype=like[1], device=like[2]).expand(like[0]) if like is not None else t
+        for t, like in zip(saved, ctx.like, strict=True)
+    ]
+    n = len(call.has_bias)
+    return operands[0], operands[1 : 1 + n], operands[1 + n :]
+
+
+def original_types(
+    call: GroupCall, x: Tensor | None, grads: list[Tensor | None], dtypes: Sequence[torch.dtype] | None
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients in the types that x, weights and biases had before autocast."""
+    if dtypes is None:
+        return x, grads
+    typed = [None if g is None else g.to(t) for g, t in zip((x, *grads), dtypes, strict=False)]
+    return typed[0], [*typed[1:], *grads[len(typed) - 1 :]]
+
+
+def types_before(call: GroupCall, x: Tensor, tensors: Sequence[Tensor]) -> list[torch.dtype] | None:
+    if call.cast is None:
+        return None
+    weights, biases, _ = call.cut(tensors)
+    return [t.dtype for t in (x, *weights, *biases)]
 
 
 class LoraQkvFunction(torch.autograd.Function):
-    """x, seed, then the weights, the biases that there are, and A and B of each adapter."""
+    """`tensors`: the weights, the biases that there are, and A and B of each adapter."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: QkvCall, x: Tensor, seed: Tensor | None, *tensors: Tensor
+        ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        n, biased = len(call.has_bias), sum(call.has_bias)
-        weights, biases, adapters = list(tensors[:n]), list(tensors[n : n + biased]), tensors[n + biased :]
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.dtypes = None if call.cast is None else (x.dtype, *(t.dtype for t in tensors[: n + biased]))
-        y, hidden, x, weights = forward_below(
-            call, x, weights, biases, list(adapters[0::2]), list(adapters[1::2]), seed
-        )
-        needs = ctx.needs_input_grad[1:]
-        need_w, need_ab = needs[2 : 2 + n], needs[2 + n + biased :]
-        keep = (any(need_w) or any(need_ab[0::2]), *(needs[0] for _ in weights))
-        keep += tuple(needs[0] or i % 2 == 1 for i in range(len(adapters)))
-        operands = (x, *weights, *adapters)
-        ctx.like = [None if k else (t.shape, t.dtype, t.device) for t, k in zip(operands, keep, strict=True)]
-        ctx.save_for_backward(hidden, seed, *(t if k else None for t, k in zip(operands, keep, strict=True)))
-        return split(y, weights)
+        ctx.dtypes = types_before(call, x, tensors)
+        x, used = call.to_cast(x, tensors)
+        y, hidden = run_below(forward_op, call, x, used, seed)
+        need_x, _, *needs = ctx.needs_input_grad[1:]
+        need_w, _, need_ab = call.cut(needs)
+        keep = [need_x] * len(need_w) + [need_x or i % 2 == 1 for i in range(len(need_ab))]
+        keep_x = any(need_w) or any(need_ab[0::2])
+        ctx.save_for_backward(hidden, seed, *keep_operands(ctx, call, x, used, keep_x, keep))
+        return split(y, call.cut(used)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        call: QkvCall = ctx.call
-        n, biased = len(call.has_bias), sum(call.has_bias)
+        call: GroupCall = ctx.call
         hidden, seed, *saved = ctx.saved_tensors
-        operands = [
-            torch.empty((), dtype=like[1], device=like[2]).expand(like[0]) if like is not None else t
-            for t, like in zip(saved, ctx.like, strict=True)
-        ]
-        x, weights, adapters = operands[0], operands[1 : 1 + n], operands[1 + n :]
-        needs = ctx.needs_input_grad[1:]
-        need_w, need_bias = needs[2 : 2 + n], iter(needs[2 + n : 2 + n + biased])
-        need_ab = needs[2 + n + biased :]
-        mask = [needs[0]]
-        at = 0
-        for j in range(n):
-            mask += [need_w[j], call.has_bias[j] and next(need_bias)]
-            mask += need_ab[at : at + 2 * call.adapters[j]]
-            at += 2 * call.adapters[j]
+        x, weights, adapters = kept_operands(ctx, call, saved)
+        need_x, _, *needs = ctx.needs_input_grad[1:]
+        mask = call.mask(need_x, needs)
         present = [g for g in grads if g is not None]
-        if any(_autograd._is_batched(g) for g in present):
-            raise RuntimeError("loraaccel::lora_qkv: batched gradients are not supported")
+        refuse_batched("lora_qkv", present)
         with _below_autograd():
             computed = backward_op(
                 present, [g is not None for g in grads], x, weights, adapters[0::2], adapters[1::2],
                 call.adapters, hidden, call.scalings, call.dropouts, seed, mask,
             )  # fmt: skip
-        wanted = iter(computed)
-        in_order: list[Tensor | None] = [next(wanted) if m else None for m in mask]
-        in_order = list(_autograd._refuse_double_backward(in_order, (*present, x, *weights, *adapters)))
-        gx, gw, gb, gab = in_order[0], [], [], []
-        rest = iter(in_order[1:])
-        for j in range(n):
-            gw.append(next(rest))
-            bias = next(rest)
-            if call.has_bias[j]:
-                gb.append(bias)
-            gab += [next(rest) for _ in range(2 * call.adapters[j])]
-        if ctx.dtypes is not None:
-            gx, *gwb = (
-                None if g is None else g.to(t) for g, t in zip((gx, *gw, *gb), ctx.dtypes, strict=True)
-            )
-            gw, gb = gwb[:n], gwb[n:]
-        return (None, gx, None, *gw, *gb, *gab)
+        return (None, *finish_backward(ctx, call, computed, mask, (*present, x, *weights, *adapters)))
+
+
+def refuse_batched(op: str, grads: Sequence[Tensor]) -> None:
+    if any(_autograd._is_batched(g) for g in grads):
+        raise RuntimeError(
+            f"loraaccel::{op}: batched gradients (is_grads_batched, vectorized jacobians) are not supported. "
+            "Compute them inside loraaccel.disabled()."
+        )
+
+
+def finish_backward(
+    ctx: Any, call: GroupCall, computed: Sequence[Tensor], mask: list[bool], sources: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, of the seed (none), and of the flat list, from what the operator returned for the mask."""
+    wanted = iter(computed)
+    in_order: Sequence[Tensor | None] = [next(wanted) if m else None for m in mask]
+    x, grads = call.flat(_autograd._refuse_double_backward(in_order, sources))
+    x, grads = original_types(call, x, grads, ctx.dtypes)
+    return (x, None, *grads)
 
 
 # ---- the same for the dispatcher ----
@@ -183,10 +223,22 @@ def _backward_fake(
     _autograd._check_devices(
         "lora_qkv_backward", x, seed, grads=grads, weights=weights, lora_A=lora_A, lora_B=lora_B
     )
+    return fake_gradients(x, weights, lora_A, lora_B, adapters, output_mask)
+
+
+def fake_gradients(
+    x: Tensor,
+    weights: list[Tensor],
+    lora_a: list[Tensor],
+    lora_b: list[Tensor],
+    adapters: list[int],
+    output_mask: list[bool],
+) -> list[Tensor]:
+    """Empty gradients of a group of layers, those that the mask asks for."""
     dense = torch.contiguous_format
     mask = iter(output_mask)
     outputs = [torch.empty_like(x, memory_format=dense)] if next(mask) else []
-    pairs = iter(zip(lora_A, lora_B, strict=True))
+    pairs = iter(zip(lora_a, lora_b, strict=True))
     for w, count in zip(weights, adapters, strict=True):
         if next(mask):
             outputs.append(torch.empty_like(w, memory_format=dense))
@@ -197,61 +249,49 @@ def _backward_fake(
     return outputs
 
 
+def dispatcher_needs(call: GroupCall, inputs: Sequence[Any]) -> list[bool]:
+    """output_mask for a call that came through the dispatcher: x, weights, biases, has_bias, lora_A, lora_B, ..."""
+    x, weights, biases, _, lora_a, lora_b = inputs[:6]
+    pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
+    return call.mask(x.requires_grad, [t.requires_grad for t in (*weights, *biases, *pairs)])
+
+
+def dispatcher_grads(
+    call: GroupCall, in_order: Sequence[Tensor | None] | None, numbers: int
+) -> tuple[Any, ...]:
+    """Gradients as the dispatcher's formula returns them: x, weights, biases, has_bias, lora_A, lora_B, adapters,
+    scalings, dropouts, and `numbers` arguments more."""
+    n, biased, m = len(call.has_bias), sum(call.has_bias), sum(call.adapters)
+    if in_order is None:
+        in_order = [None] * (1 + 2 * n + 2 * m)
+    x, grads = call.flat(in_order)
+    ab = grads[n + biased :]
+    return (x, grads[:n], grads[n : n + biased], None, ab[0::2], ab[1::2], *[None] * (3 + numbers))
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, biases, has_bias, lora_a, lora_b, adapters, scalings, dropouts, seed = inputs
+    x, weights, _, has_bias, lora_a, lora_b, adapters, scalings, dropouts, seed = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[1], seed, *weights, *lora_a, *lora_b)
-    ctx.call = QkvCall(list(has_bias), list(adapters), list(scalings), list(dropouts), None)
-    needs_bias = iter([b.requires_grad for b in biases])
-    pairs = iter(zip(lora_a, lora_b, strict=True))
-    ctx.wanted = [x.requires_grad]
-    for w, biased, count in zip(weights, has_bias, adapters, strict=True):
-        ctx.wanted += [w.requires_grad, biased and next(needs_bias)]
-        for _ in range(count):
-            ctx.wanted += [t.requires_grad for t in next(pairs)]
+    ctx.call = GroupCall(list(has_bias), list(adapters), list(scalings), list(dropouts), None)
+    ctx.wanted = dispatcher_needs(ctx.call, inputs)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
-    call: QkvCall = ctx.call
+    call: GroupCall = ctx.call
     n, m = len(call.has_bias), sum(call.adapters)
     x, hidden, seed, *rest = ctx.saved_tensors
     weights, lora_a, lora_b = rest[:n], rest[n : n + m], rest[n + m :]
-    none = [None] * len(call.has_bias)
-    numbers: list[None] = []
     if grad is None:
-        return (
-            None, none, [None] * sum(call.has_bias), numbers, [None] * m, [None] * m, numbers, numbers, numbers, None
-        )  # fmt: skip
-    grads = list(split(grad, weights))
+        return dispatcher_grads(call, None, 1)
     computed = iter(
         backward_op(
-            grads,
-            [True] * n,
-            x,
-            weights,
-            lora_a,
-            lora_b,
-            call.adapters,
-            hidden,
-            call.scalings,
-            call.dropouts,
-            seed,
-            ctx.wanted,
+            list(split(grad, weights)), [True] * n, x, weights, lora_a, lora_b, call.adapters, hidden,
+            call.scalings, call.dropouts, seed, ctx.wanted,
         )
-    )
-    in_order = iter([next(computed) if w else None for w in ctx.wanted])
-    gx = next(in_order)
-    gw, gb, ga, gbb = [], [], [], []
-    for biased, count in zip(call.has_bias, call.adapters, strict=True):
-        gw.append(next(in_order))
-        bias = next(in_order)
-        if biased:
-            gb.append(bias)
-        for _ in range(count):
-            ga.append(next(in_order))
-            gbb.append(next(in_order))
-    return gx, gw, gb, None, ga, gbb, None, None, None, None
+    )  # fmt: skip
+    return dispatcher_grads(call, [next(computed) if w else None for w in ctx.wanted], 1)
 
 
 torch.library.register_autograd("loraaccel::lora_qkv", _backward, setup_context=_setup_context)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from loraaccel import _eager, _qkv, _state
+from loraaccel import _eager, _mlp, _qkv, _state
 from loraaccel._autograd import LoraLinearFunction, autocast_dtype, forward_below, forward_op
 
 
@@ -147,8 +147,8 @@ def lora_qkv(
 
     x [..., K] → a tuple of y_j [..., N_j], in the order given. Sequences of equal length, any number of projections:
     weights [N_j, K], biases [N_j] or None, lora_As [R_j, K] and lora_Bs [N_j, R_j], both or neither None. Sizes
-    and ranks may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer [..., sum of N_j]:
-    concatenating them costs nothing where the caller takes the buffer instead.
+    and ranks may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer
+    [..., sum of N_j]: concatenating them costs nothing where the caller takes the buffer instead.
 
     Types, gradients, autocast and errors as in `lora_linear`; dx is the sum over the projections, rounded once.
     ValueError for sequences of different lengths or an adapter with only one of its two factors.
@@ -192,37 +192,98 @@ def lora_qkv_adapters(
             _eager.lora_linear(x, w, b, [p[0] for p in ab], [p[1] for p in ab], s, d)
             for w, b, ab, s, d in zip(weights, biases, adapters, scalings, dropouts, strict=True)
         )
-    flat_dropouts = [p for d in dropouts for p in d]
-    call = _qkv.QkvCall(
+    call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts)
+    seed = _dropout_seed() if any(call.dropouts) else None
+    if not torch.compiler.is_compiling() and _records_gradients():
+        return _qkv.LoraQkvFunction.apply(call, x, seed, *tensors)
+    x, tensors = call.to_cast(x, tensors)
+    y, _ = _run_group(_qkv.forward_op, call, x, tensors, seed)
+    return _qkv.split(y, weights)
+
+
+def _group_call(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    adapters: list[list[tuple[Tensor, Tensor]]],
+    scalings: list[list[float]],
+    dropouts: list[list[float]],
+) -> tuple[_qkv.GroupCall, list[Tensor]]:
+    """The call, and its tensors in one list: weights, biases that there are, A and B of each adapter."""
+    call = _qkv.GroupCall(
         has_bias=[b is not None for b in biases],
         adapters=[len(ab) for ab in adapters],
         scalings=[s for scale in scalings for s in scale],
-        dropouts=flat_dropouts,
+        dropouts=[p for d in dropouts for p in d],
         cast=autocast_dtype(x, weights[0]),
     )
-    present = [b for b in biases if b is not None]
-    lora_a = [a for ab in adapters for a, _ in ab]
-    lora_b = [b for ab in adapters for _, b in ab]
-    seed = _dropout_seed() if any(flat_dropouts) else None
-    if torch.compiler.is_compiling():
-        if call.cast is not None:
-            x, weights = x.to(call.cast), [w.to(call.cast) for w in weights]
-            present = [b.to(call.cast) for b in present]
-        y = _qkv.forward_op(
-            x,
-            weights,
-            present,
-            call.has_bias,
-            lora_a,
-            lora_b,
-            call.adapters,
-            call.scalings,
-            call.dropouts,
-            seed,
-        )[0]
-        return _qkv.split(y, weights)
-    if _records_gradients():
-        pairs = [t for ab in adapters for pair in ab for t in pair]
-        return _qkv.LoraQkvFunction.apply(call, x, seed, *weights, *present, *pairs)
-    y = _qkv.forward_below(call, x, weights, present, lora_a, lora_b, seed)[0]
-    return _qkv.split(y, weights)
+    pairs = [t for ab in adapters for pair in ab for t in pair]
+    return call, [*weights, *(b for b in biases if b is not None), *pairs]
+
+
+def _run_group(op: Any, call: _qkv.GroupCall, x: Tensor, tensors: list[Tensor], *rest: Any) -> Any:
+    """Without an autograd.Function: compiled code has the registered formula, other calls need none."""
+    if not torch.compiler.is_compiling():
+        return _qkv.run_below(op, call, x, tensors, *rest)
+    weights, biases, pairs = call.cut(tensors)
+    return op(
+        x, list(weights), list(biases), call.has_bias, list(pairs[0::2]), list(pairs[1::2]), call.adapters,
+        call.scalings, call.dropouts, *rest,
+    )  # fmt: skip
+
+
+class LoraWeights(NamedTuple):
+    """One LoRA linear layer: weight [N, K], bias [N] or None, lora_A [R, K] and lora_B [N, R] or neither."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_A: Tensor | None = None
+    lora_B: Tensor | None = None
+    scaling: float = 1.0
+
+
+def lora_mlp(
+    x: Tensor, gate: LoraWeights | None, up: LoraWeights, down: LoraWeights, activation: str = "silu"
+) -> Tensor:
+    """MLP block of three LoRA linear layers:  y = down(act(gate(x)) · up(x));  without a gate  y = down(act(up(x))).
+
+    x [..., K] → y [..., N]; gate and up have weights [I, K], down has [N, I]. Each layer is `LoraWeights` (or a tuple
+    like it). activation: "silu", "gelu" (by the error function), "gelu_tanh", "relu".
+
+    For the backward pass only x and the outputs of gate and up are kept (and R numbers a row for each adapter):
+    act(gate) · up is computed again. It is rounded once, to x's dtype. Types, gradients, autocast and errors as in
+    `lora_linear`; ValueError for an unknown activation.
+    Source: Hu et al., "LoRA", 2021; gated units: Shazeer, "GLU Variants Improve Transformer", 2020; GELU: Hendrycks
+    and Gimpel, 2016.
+    """
+    if activation not in _mlp.ACTIVATIONS:
+        raise ValueError(
+            f"lora_mlp: activation {activation!r}, expected one of {', '.join(_mlp.ACTIVATIONS)}"
+        )
+    given = {"gate": gate, "up": up, "down": down}
+    if gate is None:
+        del given["gate"]
+    layers: dict[str, LoraWeights] = {}
+    for name, layer in given.items():
+        if not isinstance(layer, tuple) or len(layer) > 5:
+            raise TypeError(f"lora_mlp: {name} is a {type(layer).__name__}, expected LoraWeights")
+        w = layers[name] = LoraWeights(*layer)
+        if (w.lora_A is None) != (w.lora_B is None):
+            missing = "lora_A" if w.lora_A is None else "lora_B"
+            raise ValueError(f"lora_mlp: {name} has no {missing}, expected both or neither")
+        operands = {"x": x, "weight": w.weight, "bias": w.bias, "lora_A": w.lora_A, "lora_B": w.lora_B}
+        _check_operands(f"lora_mlp: {name}", {k: v for k, v in operands.items() if v is not None}, x)
+    pairs = [[] if w.lora_A is None or w.lora_B is None else [(w.lora_A, w.lora_B)] for w in layers.values()]
+    scalings = [
+        [_number("lora_mlp", w.scaling)] if ab else [] for w, ab in zip(layers.values(), pairs, strict=True)
+    ]
+    weights, biases = [w.weight for w in layers.values()], [w.bias for w in layers.values()]
+    dropouts = [[0.0] * len(s) for s in scalings]
+    if _state.off():
+        return _eager.lora_mlp(x, weights, biases, pairs, scalings, activation)
+    call, tensors = _group_call(x, weights, biases, pairs, scalings, dropouts)
+    kind = _mlp.ACTIVATIONS.index(activation)
+    if not torch.compiler.is_compiling() and _records_gradients():
+        return _mlp.LoraMlpFunction.apply(call, kind, x, None, *tensors)
+    x, tensors = call.to_cast(x, tensors)
+    return _run_group(_mlp.forward_op, call, x, tensors, None, kind)[0]

@@ -31,12 +31,11 @@ class Checker {
  public:
   Checker(const char* op, DeviceType device) : op_(op), device_(device) {}
 
-  // Messages name the projection from now on; -1: there is only one.
-  void set_projection(int64_t index) { projection_ = index; }
+  // What messages name before the operand from now on: one of several layers. Empty: there is only one.
+  void set_layer(std::string name) { layer_ = std::move(name); }
 
   Status fail(StatusCode code, const std::string& text) const {
-    const std::string where =
-        projection_ < 0 ? "" : "projection " + std::to_string(projection_) + ": ";
+    const std::string where = layer_.empty() ? "" : layer_ + ": ";
     return Status(code, std::string(op_) + ": " + where + text);
   }
 
@@ -184,7 +183,7 @@ class Checker {
 
   const char* op_;
   DeviceType device_;
-  int64_t projection_ = -1;
+  std::string layer_;
 };
 
 // The standard library may throw bad_alloc; no exception leaves the core.

@@ -3,21 +3,12 @@
 
 #include "kernel_choice.h"
 #include "lora/checks.h"
+#include "lora/lora_group.h"
 #include "lora/lora_linear_kernels.h"
 #include "lora/lora_rank.h"
 
 namespace loraaccel {
 namespace {
-
-// How the operands are named in messages.
-struct Entry {
-  const char* op;
-  bool single;  // lora_linear: no index of a projection
-
-  void name_projection(Checker* check, size_t j) const {
-    if (!single) check->set_projection(static_cast<int64_t>(j));
-  }
-};
 
 // `out` shares no memory with the operands of any projection.
 template <class Projections>
@@ -29,8 +20,8 @@ Status apart_from_all(const Checker& check, const char* name, const TensorView& 
   return Status();
 }
 
-Status check_forward(const Entry& entry, const ExecContext& ctx, const LoraQkvArgs& args) {
-  Checker check(entry.op, ctx.device);
+Status check_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args) {
+  Checker check(names.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
   if (args.projections.empty())
@@ -38,7 +29,7 @@ Status check_forward(const Entry& entry, const ExecContext& ctx, const LoraQkvAr
   int64_t rank = 0;
   for (size_t j = 0; j < args.projections.size(); ++j) {
     const LoraProjection& p = args.projections[j];
-    entry.name_projection(&check, j);
+    check.set_layer(names.layer(j));
     LORAACCEL_RETURN_IF_ERROR(
         check.layer(args.x, p.w, p.adapters, p.packed_w, WeightUse::kForward));
     if (p.bias.defined()) {
@@ -50,7 +41,7 @@ Status check_forward(const Entry& entry, const ExecContext& ctx, const LoraQkvAr
     LORAACCEL_RETURN_IF_ERROR(apart_from_all(check, "y", p.y, {args.x, p.bias}, args.projections));
     rank += total_rank(p.adapters);
   }
-  check.set_projection(-1);
+  check.set_layer({});
   if (rank == 0) return Status();
   LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, rank));
   return apart_from_all(check, "hidden", args.h, {args.x}, args.projections);
@@ -92,8 +83,9 @@ Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
   return Status();
 }
 
-Status check_backward(const Entry& entry, const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
-  Checker check(entry.op, ctx.device);
+Status check_backward(const LayerNames& names, const ExecContext& ctx,
+                      const LoraQkvBackwardArgs& args) {
+  Checker check(names.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
   if (args.projections.empty())
@@ -102,13 +94,13 @@ Status check_backward(const Entry& entry, const ExecContext& ctx, const LoraQkvB
   int64_t rank = 0;
   for (size_t j = 0; j < args.projections.size(); ++j) {
     const LoraProjectionBackward& p = args.projections[j];
-    entry.name_projection(&check, j);
+    check.set_layer(names.layer(j));
     LORAACCEL_RETURN_IF_ERROR(
         check.layer(args.x, p.w, p.adapters, p.packed_w, WeightUse::kInputGradient));
     LORAACCEL_RETURN_IF_ERROR(check_gradients(check, args, p, &needs_hidden));
     rank += total_rank(p.adapters);
   }
-  check.set_projection(-1);
+  check.set_layer({});
   if (args.dx.defined()) {
     LORAACCEL_RETURN_IF_ERROR(
         check.matrix("grad_x", args.dx, args.x.rows(), args.x.cols(), "M, K"));
@@ -165,30 +157,36 @@ Status run_kernel(const char* op, const ExecContext& ctx, const Args& args,
   return (kernel->*run)(with_useful_threads(ctx, multiplications(args)), op, args);
 }
 
-Status forward(const Entry& entry, const ExecContext& ctx, const LoraQkvArgs& args) {
-  return without_exceptions(entry.op, [&]() -> Status {
-    LORAACCEL_RETURN_IF_ERROR(check_forward(entry, ctx, args));
-    return run_kernel(entry.op, ctx, args, &LoraLinearKernel::declines_forward,
+}  // namespace
+
+std::string LayerNames::layer(size_t j) const {
+  if (single) return {};
+  return names.empty() ? "projection " + std::to_string(j) : names[j];
+}
+
+Status group_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args) {
+  return without_exceptions(names.op, [&]() -> Status {
+    LORAACCEL_RETURN_IF_ERROR(check_forward(names, ctx, args));
+    return run_kernel(names.op, ctx, args, &LoraLinearKernel::declines_forward,
                       &LoraLinearKernel::forward);
   });
 }
 
-Status backward(const Entry& entry, const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
-  return without_exceptions(entry.op, [&]() -> Status {
-    LORAACCEL_RETURN_IF_ERROR(check_backward(entry, ctx, args));
-    return run_kernel(entry.op, ctx, args, &LoraLinearKernel::declines_backward,
+Status group_backward(const LayerNames& names, const ExecContext& ctx,
+                      const LoraQkvBackwardArgs& args) {
+  return without_exceptions(names.op, [&]() -> Status {
+    LORAACCEL_RETURN_IF_ERROR(check_backward(names, ctx, args));
+    return run_kernel(names.op, ctx, args, &LoraLinearKernel::declines_backward,
                       &LoraLinearKernel::backward);
   });
 }
 
-}  // namespace
-
 Status lora_qkv_forward(const ExecContext& ctx, const LoraQkvArgs& args) {
-  return forward({"lora_qkv", false}, ctx, args);
+  return group_forward({.op = "lora_qkv"}, ctx, args);
 }
 
 Status lora_qkv_backward(const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
-  return backward({"lora_qkv_backward", false}, ctx, args);
+  return group_backward({.op = "lora_qkv_backward"}, ctx, args);
 }
 
 Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
@@ -198,13 +196,14 @@ Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
   projection.adapters = args.adapters;
   projection.y = args.y;
   projection.packed_w = args.packed_w;
-  return forward({"lora_linear", true}, ctx, {args.x, {&projection, 1}, args.h});
+  return group_forward({.op = "lora_linear", .single = true}, ctx,
+                       {args.x, {&projection, 1}, args.h});
 }
 
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
-  constexpr Entry kEntry = {"lora_linear_backward", true};
+  const LayerNames names = {.op = "lora_linear_backward", .single = true};
   if (!args.dy.defined()) {
-    return Checker(kEntry.op, ctx.device)
+    return Checker(names.op, ctx.device)
         .fail(StatusCode::kShapeMismatch, "grad has shape (undefined), expected [M, N]");
   }
   LoraProjectionBackward projection;
@@ -216,7 +215,7 @@ Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs
   projection.da = args.grads.da;
   projection.db = args.grads.db;
   projection.packed_w = args.packed_w;
-  return backward(kEntry, ctx, {args.x, {&projection, 1}, args.h, args.grads.dx});
+  return group_backward(names, ctx, {args.x, {&projection, 1}, args.h, args.grads.dx});
 }
 
 }  // namespace loraaccel

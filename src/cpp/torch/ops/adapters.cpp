@@ -42,6 +42,76 @@ std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& 
   return adapters;
 }
 
+Group::Group(const char* op, size_t layers, const std::vector<int64_t>& counts,
+             std::vector<LoraAdapter> all)
+    : adapters(std::move(all)) {
+  int64_t total = 0;
+  bool negative = false;
+  for (const int64_t n : counts) {
+    total += n;
+    negative = negative || n < 0;
+  }
+  if (counts.size() != layers || negative || total != static_cast<int64_t>(adapters.size())) {
+    fail(StatusCode::kInvalidArgument,
+         std::string(op) + ": " + std::to_string(counts.size()) +
+             " counts of adapters with the sum " + std::to_string(total) + ", expected " +
+             std::to_string(layers) + " with the sum " + std::to_string(adapters.size()));
+  }
+  size_t at = 0;
+  for (const int64_t n : counts) {
+    of.emplace_back(adapters.data() + at, static_cast<size_t>(n));
+    at += static_cast<size_t>(n);
+  }
+  for (const LoraAdapter& ad : adapters) rank += ad.a.rows();
+}
+
+// The tensors of a list that holds those of the true entries only.
+std::vector<const Tensor*> spread(const char* op, const char* name, const std::vector<Tensor>& some,
+                                  const std::vector<bool>& present, size_t expected) {
+  std::vector<const Tensor*> all;
+  size_t next = 0;
+  for (const bool there : present) {
+    if (there && next == some.size()) {
+      next = some.size() + 1;
+      break;
+    }
+    all.push_back(there ? &some[next++] : nullptr);
+  }
+  if (next != some.size() || present.size() != expected) {
+    fail(StatusCode::kInvalidArgument,
+         std::string(op) + ": " + std::to_string(some.size()) + " " + name + " and " +
+             std::to_string(present.size()) +
+             " flags, expected one flag for each layer and a tensor for each true one");
+  }
+  return all;
+}
+
+TensorView GradientOutputs::matrix(const TensorView& like) {
+  outputs_->push_back(empty({like.rows(), like.cols()}, like.dtype));
+  return TensorView::matrix(outputs_->back().data_ptr(), like.dtype, like.rows(), like.cols());
+}
+
+LoraProjectionBackward GradientOutputs::of_layer(const TensorView& weight,
+                                                 std::span<const LoraAdapter> adapters) {
+  LoraProjectionBackward layer;
+  layer.w = weight;
+  layer.adapters = adapters;
+  if (mask_[at_++]) layer.dw = matrix(weight);
+  if (mask_[at_++]) {
+    outputs_->push_back(empty({weight.rows()}, weight.dtype));
+    layer.dbias = vector_view(outputs_->back(), op_, "grad_bias");
+  }
+  std::vector<TensorView>& da = views_.emplace_back(adapters.size());
+  std::vector<TensorView>& db = views_.emplace_back(adapters.size());
+  for (size_t i = 0; i < adapters.size(); ++i) {
+    if (mask_[at_++]) da[i] = matrix(adapters[i].a);
+    if (mask_[at_++]) db[i] = matrix(adapters[i].b);
+  }
+  layer.da = da;
+  layer.db = db;
+  return layer;
+}
+
 const void* packed_memory(const OptionalTensor& packed, const char* op) {
   if (!packed.has_value()) return nullptr;
   if (!packed->is_cpu() || !packed->is_contiguous() ||

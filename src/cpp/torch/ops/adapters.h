@@ -1,12 +1,14 @@
 // The arguments that the operators of linear layers share: adapters as lists of tensors and numbers.
 #pragma once
 
+#include <deque>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "bridge.h"
-#include "loraaccel/lora_linear.h"
+#include "loraaccel/lora_qkv.h"
 
 namespace loraaccel::bridge {
 
@@ -22,6 +24,41 @@ std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& 
 
 // The type of the sums, and so of the rank activations.
 inline DType sum_type(DType x) { return x == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+
+// The flat lists of a call over several layers, cut into layers: `counts` says how many adapters each has.
+struct Group {
+  std::vector<LoraAdapter> adapters;
+  std::vector<std::span<const LoraAdapter>> of;  // each layer's
+  int64_t rank = 0;                              // the sum of all ranks
+
+  Group(const char* op, size_t layers, const std::vector<int64_t>& counts,
+        std::vector<LoraAdapter> all);
+};
+
+// The tensors of a list that holds those of the true entries only; null for the others.
+std::vector<const Tensor*> spread(const char* op, const char* name, const std::vector<Tensor>& some,
+                                  const std::vector<bool>& present, size_t expected);
+
+// Makes the outputs that a mask asks for, layer by layer: weight, bias, then A and B of each adapter.
+class GradientOutputs {
+ public:
+  // `at`: first entry of the mask that belongs to a layer.
+  GradientOutputs(const char* op, const std::vector<bool>& mask, size_t at,
+                  std::vector<Tensor>* outputs)
+      : op_(op), mask_(mask), at_(at), outputs_(outputs) {}
+
+  // Everything but dy. The views live as long as this object.
+  LoraProjectionBackward of_layer(const TensorView& weight, std::span<const LoraAdapter> adapters);
+
+ private:
+  TensorView matrix(const TensorView& like);
+
+  const char* op_;
+  const std::vector<bool>& mask_;
+  size_t at_;
+  std::vector<Tensor>* outputs_;
+  std::deque<std::vector<TensorView>> views_;
+};
 
 // Null for no packed weight.
 const void* packed_memory(const OptionalTensor& packed, const char* op);

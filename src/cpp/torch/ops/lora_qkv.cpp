@@ -10,63 +10,11 @@
 namespace loraaccel {
 namespace {
 
+using bridge::Group;
 using bridge::OptionalTensor;
 using bridge::RowsTensor;
+using bridge::spread;
 using bridge::Tensor;
-
-// The flat lists of a call, cut into projections.
-struct Group {
-  std::vector<LoraAdapter> adapters;
-  std::vector<std::span<const LoraAdapter>> of;
-  int64_t rank = 0;
-
-  Group(const char* op, size_t projections, const std::vector<int64_t>& counts,
-        std::vector<LoraAdapter> all)
-      : adapters(std::move(all)) {
-    int64_t total = 0;
-    bool negative = false;
-    for (const int64_t n : counts) {
-      total += n;
-      negative = negative || n < 0;
-    }
-    if (counts.size() != projections || negative ||
-        total != static_cast<int64_t>(adapters.size())) {
-      bridge::fail(StatusCode::kInvalidArgument,
-                   std::string(op) + ": " + std::to_string(counts.size()) +
-                       " counts of adapters with the sum " + std::to_string(total) + ", expected " +
-                       std::to_string(projections) + " with the sum " +
-                       std::to_string(adapters.size()));
-    }
-    size_t at = 0;
-    for (const int64_t n : counts) {
-      of.emplace_back(adapters.data() + at, static_cast<size_t>(n));
-      at += static_cast<size_t>(n);
-    }
-    for (const LoraAdapter& ad : adapters) rank += ad.a.rows();
-  }
-};
-
-// The tensors of a list that holds those of the true entries only.
-std::vector<const Tensor*> spread(const char* op, const char* name, const std::vector<Tensor>& some,
-                                  const std::vector<bool>& present, size_t expected) {
-  std::vector<const Tensor*> all;
-  size_t next = 0;
-  for (const bool there : present) {
-    if (there && next == some.size()) {
-      next = some.size() + 1;
-      break;
-    }
-    all.push_back(there ? &some[next++] : nullptr);
-  }
-  if (next != some.size() || present.size() != expected) {
-    bridge::fail(
-        StatusCode::kInvalidArgument,
-        std::string(op) + ": " + std::to_string(some.size()) + " " + name + " and " +
-            std::to_string(present.size()) +
-            " flags, expected one flag for each projection and a tensor for each true one");
-  }
-  return all;
-}
 
 std::tuple<Tensor, Tensor> forward_op(
     const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
@@ -135,33 +83,13 @@ std::vector<Tensor> backward_op(const std::vector<Tensor>& grads, const std::vec
   }
   std::vector<LoraProjectionBackward> projections(weights.size());
   std::vector<RowsTensor> grad_rows(weights.size());
-  std::vector<std::vector<TensorView>> da(weights.size());
-  std::vector<std::vector<TensorView>> db(weights.size());
-  const auto matrix = [&](const TensorView& like, const char* name) {
-    outputs.push_back(bridge::empty({like.rows(), like.cols()}, like.dtype));
-    return bridge::matrix_view(outputs.back(), kOp, name);
-  };
+  bridge::GradientOutputs gradients(kOp, output_mask, at, &outputs);
   for (size_t j = 0; j < weights.size(); ++j) {
-    LoraProjectionBackward& p = projections[j];
-    p.w = bridge::matrix_view(weights[j], kOp, "weight");
-    p.adapters = group.of[j];
-    if (grad[j] != nullptr) {
-      grad_rows[j] = bridge::rows_view(*grad[j], kOp, "grad");
-      p.dy = grad_rows[j].view;
-    }
-    if (output_mask[at++]) p.dw = matrix(p.w, "grad_weight");
-    if (output_mask[at++]) {
-      outputs.push_back(bridge::empty({p.w.rows()}, dtype));
-      p.dbias = bridge::vector_view(outputs.back(), kOp, "grad_bias");
-    }
-    da[j].resize(p.adapters.size());
-    db[j].resize(p.adapters.size());
-    for (size_t i = 0; i < p.adapters.size(); ++i) {
-      if (output_mask[at++]) da[j][i] = matrix(p.adapters[i].a, "grad_A");
-      if (output_mask[at++]) db[j][i] = matrix(p.adapters[i].b, "grad_B");
-    }
-    p.da = da[j];
-    p.db = db[j];
+    projections[j] =
+        gradients.of_layer(bridge::matrix_view(weights[j], kOp, "weight"), group.of[j]);
+    if (grad[j] == nullptr) continue;
+    grad_rows[j] = bridge::rows_view(*grad[j], kOp, "grad");
+    projections[j].dy = grad_rows[j].view;
   }
   args.projections = projections;
   const char* kernel = nullptr;

@@ -1,23 +1,34 @@
 // The NEON trait, shared by the units with and without BFDOT: included inside a namespace of each.
-// 12 x 8 register tile: 24 accumulators, 2 columns of the panel, up to 6 words of the left factor, of 32 registers.
-// (The wide tile is for cores that load once a cycle: a step is 14 loads and 24 multiply-adds, on two pipes.)
+// 10 x 8 register tile: 20 accumulators, 2 columns of the panel and up to 10 words of the left factor, of 32 registers.
+// (A 12-row tile leaves gcc 12 so few for the words that it moves accumulators to the stack.)
+// Arithmetic and whole loads and stores are written without intrinsics: to gcc those are calls that may trap, around
+// which it keeps no array in registers.
 
 struct Neon {
   static constexpr bool kPairs = false;
   static constexpr int kLanes = 4;
-  static constexpr int kRows = 12;
-  static constexpr int kDotRows = 3;
-  static constexpr int kDotCols = 8;
+  static constexpr int kRows = 10;
+  static constexpr int kDotRows = 4;
+  static constexpr int kDotCols = 4;
   using F = float32x4_t;
 
   static F zero() { return vdupq_n_f32(0); }
-  static F set1(float v) { return vdupq_n_f32(v); }
-  static F add(F a, F b) { return vaddq_f32(a, b); }
-  static F mul(F a, F b) { return vmulq_f32(a, b); }
-  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  static F set1(float v) {
+    // One load and FMLA by element, instead of a load of all lanes that takes a multiply-add's place in the pipe.
+    asm("" : "+w"(v));
+    return vdupq_n_f32(v);
+  }
+  static F add(F a, F b) { return a + b; }
+  static F mul(F a, F b) { return a * b; }
+  static F fma(F a, F b, F c) { return a * b + c; }
   static float sum(F v) { return vaddvq_f32(v); }
 
-  static F load(const float* p) { return vld1q_f32(p); }
+  static F load(const float* p) {
+    F v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store(float* p, F v) { memcpy(p, &v, sizeof v); }
   static F load_n(const float* p, int n) {
     F v = zero();
     if (n > 0) v = vld1q_lane_f32(p, v, 0);
@@ -25,7 +36,6 @@ struct Neon {
     if (n > 2) v = vld1q_lane_f32(p + 2, v, 2);
     return v;
   }
-  static void store(float* p, F v) { vst1q_f32(p, v); }
   static void store_n(float* p, F v, int n) {
     if (n > 0) vst1q_lane_f32(p, v, 0);
     if (n > 1) vst1q_lane_f32(p + 1, v, 1);
@@ -45,7 +55,9 @@ struct Neon {
   }
   template <class T>
   static F load(const T* p) {
-    return widen(vld1_u16(&p->bits), T{});
+    uint16x4_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return widen(bits, T{});
   }
   template <class T>
   static F load_n(const T* p, int n) {
@@ -57,14 +69,17 @@ struct Neon {
   }
   template <class T>
   static void store(T* p, F v) {
-    vst1_u16(&p->bits, narrow(v, T{}));
+    const uint16x4_t bits = narrow(v, T{});
+    memcpy(p, &bits, sizeof bits);
+  }
+  static void store_bits(uint16_t* p, uint16x4_t bits, int n) {
+    if (n > 0) vst1_lane_u16(p, bits, 0);
+    if (n > 1) vst1_lane_u16(p + 1, bits, 1);
+    if (n > 2) vst1_lane_u16(p + 2, bits, 2);
   }
   template <class T>
   static void store_n(T* p, F v, int n) {
-    const uint16x4_t bits = narrow(v, T{});
-    if (n > 0) vst1_lane_u16(&p[0].bits, bits, 0);
-    if (n > 1) vst1_lane_u16(&p[1].bits, bits, 1);
-    if (n > 2) vst1_lane_u16(&p[2].bits, bits, 2);
+    store_bits(&p->bits, narrow(v, T{}), n);
   }
 
   // Eight 4 x 4 transposes in two levels of shuffles.

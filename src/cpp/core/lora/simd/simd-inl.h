@@ -646,7 +646,9 @@ void dropout_add(const float* t, int64_t t_stride, const DropoutBlock& b, DType 
   }
 }
 
-const LoraSimd kTable = {kWidth, V::kRows, V::kPairs, pack,    product,
-                         widen,  dot,      outer,     dropout, dropout_add};
+#include "lora/simd/activation-inl.h"
+
+const LoraSimd kTable = {kWidth, V::kRows, V::kPairs, pack,        product, widen,
+                         dot,    outer,    dropout,   dropout_add, activate};
 
 #undef LORAACCEL_INLINE

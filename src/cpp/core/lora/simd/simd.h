@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "loraaccel/activation.h"
 #include "loraaccel/dtype.h"
 
 namespace loraaccel {
@@ -54,6 +55,19 @@ struct PanelSource {
   int64_t depth;  // elements, not words
 };
 
+// Neighbouring elements of an MLP, all of one type up to 32 bits:  t = act(gate) * up, or, where `dt` is given,
+// dgate = dt * up * act'(gate) and dup = dt * act(gate). Without up its place is taken by 1. dup may be dt.
+struct ActivationRow {
+  DType dtype;
+  int64_t count;
+  const void* gate;
+  const void* up;  // or null
+  const void* dt;  // or null
+  void* t;
+  void* dgate;
+  void* dup;
+};
+
 constexpr int kMaxPanelWidth = 32;  // of all tables
 
 struct LoraSimd {
@@ -81,6 +95,7 @@ struct LoraSimd {
   // c[i][j] += D(t)[row0 + i][col0 + j]; c and t point to element [row0][col0].
   void (*dropout_add)(const float* t, int64_t t_stride, const DropoutBlock& block, DType c_dtype,
                       void* c, int64_t c_stride);
+  void (*activate)(Activation kind, const ActivationRow& row);
 };
 
 // Null where this build has none for its target.

@@ -17,15 +17,29 @@ namespace {
 struct V : Neon {
   static constexpr bool kPairs = true;
 
-  // (Each addition rounds to odd on CPUs without FEAT_EBF16, and what is below 2^-126 counts as zero.)
+  // Its sums are rounded to odd, not to nearest, and numbers below 2^-126 count as zero (on CPUs without FEAT_EBF16).
   static F dot_pairs(F a, F b, F c) {
     return vbfdotq_f32(c, vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
   }
-  static F load_words(const BFloat16* p) { return vreinterpretq_f32_u16(vld1q_u16(&p->bits)); }
+  static F load_words(const BFloat16* p) {
+    F words;
+    memcpy(&words, p, sizeof words);
+    return words;
+  }
   static F pair(F low, F high) {
     return vreinterpretq_f32_u32(
         vsriq_n_u32(vreinterpretq_u32_f32(high), vreinterpretq_u32_f32(low), 16));
   }
+
+  using Neon::store;
+  using Neon::store_n;
+  // Bit for bit what the arithmetic of the base does, in one instruction.
+  static uint16x4_t narrowed(F v) { return vreinterpret_u16_bf16(vcvt_bf16_f32(v)); }
+  static void store(BFloat16* p, F v) {
+    const uint16x4_t bits = narrowed(v);
+    memcpy(p, &bits, sizeof bits);
+  }
+  static void store_n(BFloat16* p, F v, int n) { store_bits(&p->bits, narrowed(v), n); }
 };
 
 #include "lora/simd/simd-inl.h"
