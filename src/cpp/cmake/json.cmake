@@ -13,7 +13,12 @@ else()
       OUTPUT_VARIABLE _json_package
       OUTPUT_STRIP_TRAILING_WHITESPACE)
   endif()
-  find_path(LORAACCEL_JSON_INCLUDE nlohmann/json.hpp HINTS "${_json_package}/include")
+  # Headers alone serve any target, so a cross build takes them although they lie outside its roots.
+  find_path(
+    LORAACCEL_JSON_INCLUDE nlohmann/json.hpp
+    PATHS "${_json_package}/include"
+    NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH)
+  find_path(LORAACCEL_JSON_INCLUDE nlohmann/json.hpp)
   if(NOT LORAACCEL_JSON_INCLUDE)
     message(FATAL_ERROR "No nlohmann-json: install the Debian package nlohmann-json3-dev or `pip install nlohmann-json`.")
   endif()

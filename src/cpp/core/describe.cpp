@@ -24,6 +24,8 @@ std::vector<std::string> cpu_features() {
   if (f.avx2) names.insert(names.end(), {"avx2", "fma", "f16c"});
   if (f.avx512) names.emplace_back("avx512");
   if (f.avx512_bf16) names.emplace_back("avx512_bf16");
+  if (f.amx_bf16) names.emplace_back("amx_bf16");
+  if (f.amx_fp16) names.emplace_back("amx_fp16");
   if (f.neon) names.emplace_back("neon");
   if (f.neon_bf16) names.emplace_back("neon_bf16");
   return names;

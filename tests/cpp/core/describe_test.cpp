@@ -16,7 +16,8 @@ TEST(ListKernels, BestFirstAndRefLast) {
     EXPECT_EQ(k.available, k.reason.empty()) << k.name << ": " << k.reason;
     names += (names.empty() ? "" : " ") + k.name;
   }
-  EXPECT_TRUE(names.ends_with("avx512 avx2 torch portable ref")) << names;
+  EXPECT_TRUE(names.ends_with("avx512_bf16 avx512 avx2 neon_bf16 neon torch portable ref"))
+      << names;
   EXPECT_TRUE(kernels.back().available);
 }
 

@@ -106,6 +106,18 @@ TEST(LoraLinearChoice, EveryAvailableKernelRunsWhenForced) {
   EXPECT_GE(ran, 3) << "torch, portable and ref run everywhere";
 }
 
+TEST(LoraLinearChoice, MatrixUnitsAreTheHosts) {
+  CpuFeatures features;
+  EXPECT_FALSE(matrix_unit_wins(features, DType::kBFloat16, 1024));
+  features.amx_bf16 = true;
+  EXPECT_TRUE(matrix_unit_wins(features, DType::kBFloat16, 17));
+  EXPECT_FALSE(matrix_unit_wins(features, DType::kBFloat16, 16));
+  EXPECT_FALSE(matrix_unit_wins(features, DType::kFloat16, 1024));
+  EXPECT_FALSE(matrix_unit_wins(features, DType::kFloat32, 1024));
+  features.amx_fp16 = true;
+  EXPECT_TRUE(matrix_unit_wins(features, DType::kFloat16, 1024));
+}
+
 void expect_unavailable(const Status& status, const char* forced, const std::string& reason) {
   EXPECT_EQ(status.code(), StatusCode::kKernelUnavailable);
   EXPECT_NE(status.message().find(std::string("LORAACCEL_FORCE_KERNEL=") + forced),
@@ -118,7 +130,8 @@ TEST(LoraLinearChoice, UnknownNameTouchesNothing) {
   const LoraProblem problem({});
   TestHost host;
   const ForwardRun forward = problem.forward(host.lending_context(), "tensorcore");
-  expect_unavailable(forward.status, "tensorcore", "avx512, avx2, torch, portable, ref");
+  expect_unavailable(forward.status, "tensorcore",
+                     "avx512_bf16, avx512, avx2, neon_bf16, neon, torch, portable, ref");
   EXPECT_TRUE(forward.y.untouched() && forward.h.untouched());
   const BackwardRun backward = problem.backward(host.lending_context(), "tensorcore");
   expect_unavailable(backward.status, "tensorcore", "portable");

@@ -19,6 +19,24 @@ bool has_f16c() {
   unsigned edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
+
+// gcc 12 does not know the newer one, and the operating system must have switched the tile registers on.
+void detect_amx(CpuFeatures* f) {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & bit_OSXSAVE) == 0) return;
+  unsigned enabled = 0;
+  __asm__("xgetbv" : "=a"(enabled), "=d"(edx) : "c"(0));
+  constexpr unsigned kTiles = 3U << 17;
+  if ((enabled & kTiles) != kTiles) return;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return;
+  f->amx_bf16 = (edx >> 22 & 1) != 0;
+  const bool more = eax >= 1;
+  if (more && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0)
+    f->amx_fp16 = f->amx_bf16 && (eax >> 21 & 1) != 0;
+}
 #endif
 
 CpuFeatures detect() {
@@ -31,6 +49,7 @@ CpuFeatures detect() {
              __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
              __builtin_cpu_supports("avx512vl") != 0;
   f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16") != 0;
+  detect_amx(&f);
 #elif defined(__aarch64__)
   f.neon = true;  // part of the architecture
 #if defined(__linux__) && defined(HWCAP2_BF16)

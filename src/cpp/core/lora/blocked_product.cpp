@@ -44,8 +44,12 @@ class BlockedProduct {
     }
   }
 
-  Status run() {
-    if (rows_ == 0 || panels_ == 0) return Status();
+  Status run(std::span<const Tasks> before) {
+    if (rows_ == 0 || panels_ == 0) {
+      run_tasks(ctx_, before);
+      return Status();
+    }
+    bool first = true;
     const int64_t pass_words = blocks_.empty() ? 1 : std::max<int64_t>(1, blocks_[0].words);
     const int64_t chunk =
         std::clamp<int64_t>(kPackedBytes / (pass_words * simd_.width * kWordBytes), 1, panels_);
@@ -65,7 +69,12 @@ class BlockedProduct {
         const int64_t panel_end = std::min(panels_, panel + chunk);
         partial_stride_ = partial_stride(panel_end - panel);
         for (size_t b = 0; b < std::max<size_t>(1, blocks_.size()); ++b) {
-          pack_panels(b, panel, panel_end);
+          std::vector<Tasks> tasks;
+          if (first) tasks.assign(before.begin(), before.end());
+          if (needs_packing() && !blocks_.empty())
+            tasks.push_back({panel_end - panel, [&](int64_t i) { pack_panel(b, panel, i); }});
+          if (!tasks.empty()) run_tasks(ctx_, tasks);
+          first = false;
           multiply(b, row, row_end, panel, panel_end);
         }
       }
@@ -107,25 +116,23 @@ class BlockedProduct {
     return static_cast<size_t>(next - first_panel_.begin()) - 1;
   }
 
-  void pack_panels(size_t b, int64_t begin, int64_t end) {
-    if (blocks_.empty()) return;
+  // Panel `first + i`, the i-th of a chunk.
+  void pack_panel(size_t b, int64_t first, int64_t i) {
     const DepthBlock& block = blocks_[b];
-    parallel_for(ctx_, end - begin, [&](int64_t i) {
-      const size_t j = output_of(begin + i);
-      const ProductOutput& output = outputs_[j];
-      if (output.packed != nullptr) return;
-      const int64_t col = (begin + i - first_panel_[j]) * simd_.width;
-      const ProductRight& right = output.rights[block.term];
-      PanelSource source;
-      source.data =
-          right.transposed ? right.rows.at(col, block.begin) : right.rows.at(block.begin, col);
-      source.stride = right.rows.stride;
-      source.dtype = right.rows.dtype;
-      source.transposed = right.transposed;
-      source.count = static_cast<int>(std::min<int64_t>(simd_.width, output.out->cols() - col));
-      source.depth = block.depth;
-      simd_.pack(source, pairs_, packed_ + i * block.words * simd_.width);
-    });
+    const size_t j = output_of(first + i);
+    const ProductOutput& output = outputs_[j];
+    if (output.packed != nullptr) return;
+    const int64_t col = (first + i - first_panel_[j]) * simd_.width;
+    const ProductRight& right = output.rights[block.term];
+    PanelSource source;
+    source.data =
+        right.transposed ? right.rows.at(col, block.begin) : right.rows.at(block.begin, col);
+    source.stride = right.rows.stride;
+    source.dtype = right.rows.dtype;
+    source.transposed = right.transposed;
+    source.count = static_cast<int>(std::min<int64_t>(simd_.width, output.out->cols() - col));
+    source.depth = block.depth;
+    simd_.pack(source, pairs_, packed_ + i * block.words * simd_.width);
   }
 
   const void* packed_panel(const DepthBlock& block, const ProductOutput& output, int64_t index,
@@ -271,8 +278,9 @@ void ProductOutput::place(int64_t row, int64_t panel, int width, PanelProduct* p
 }
 
 Status blocked_product(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,
-                       std::span<const ProductTerm> terms, std::span<const ProductOutput> outputs) {
-  return BlockedProduct(simd, ctx, op, rows, terms, outputs).run();
+                       std::span<const ProductTerm> terms, std::span<const ProductOutput> outputs,
+                       std::span<const Tasks> before) {
+  return BlockedProduct(simd, ctx, op, rows, terms, outputs).run(before);
 }
 
 }  // namespace loraaccel

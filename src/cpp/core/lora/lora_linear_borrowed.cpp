@@ -207,6 +207,8 @@ Status lora_group_backward_borrowed(const ExecContext& ctx, const char* op,
   RankBackward rank;
   LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, rows, layers));
   if (rank.adapters().empty()) return Status();
+  const Tasks tasks = rank.tasks();
+  run_tasks(ctx, {&tasks, 1});
   if (args.dx.defined())
     LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, args.dx, /*plain_too=*/true));
   return rank.adapter_gradients(simd, ctx, x, args.x.cols(), args.h);

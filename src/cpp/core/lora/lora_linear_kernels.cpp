@@ -39,11 +39,11 @@ const char* needs_lender(bool host_lends_gemm) {
   return host_lends_gemm ? nullptr : "the host lends no GEMM (inside torch it does)";
 }
 
-const char* own_declines(const LoraSimd& simd, const ExecContext& ctx, const TensorView& x) {
+const char* own_declines(const ExecContext& ctx, const TensorView& x) {
   if (x.dtype == DType::kFloat64) return "the operands are float64";
-  if (ctx.gemm == nullptr || forced_kernel() != nullptr) return nullptr;
-  if (x.dtype == DType::kFloat16 || (x.dtype == DType::kBFloat16 && !simd.pairs)) {
-    return "the operands are 16-bit, and the host lends a GEMM for them";
+  if (ctx.gemm != nullptr && forced_kernel() == nullptr &&
+      matrix_unit_wins(cpu_features_detected(), x.dtype, x.rows())) {
+    return "the CPU has a matrix unit (AMX) for this type, and the host lends a GEMM";
   }
   return nullptr;
 }
@@ -64,14 +64,14 @@ const char* forward_outputs_decline(const LoraQkvArgs& args) {
 template <const LoraSimd* (*Table)(), const char* (*Missing)(bool)>
 const char* own_forward_declines(const ExecContext& ctx, const LoraQkvArgs& args) {
   if (const char* why = Missing(false)) return why;
-  if (const char* why = own_declines(*Table(), ctx, args.x)) return why;
+  if (const char* why = own_declines(ctx, args.x)) return why;
   return forward_outputs_decline(args);
 }
 
 template <const LoraSimd* (*Table)(), const char* (*Missing)(bool)>
 const char* own_backward_declines(const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
   if (const char* why = Missing(false)) return why;
-  if (const char* why = own_declines(*Table(), ctx, args.x)) return why;
+  if (const char* why = own_declines(ctx, args.x)) return why;
   for (const LoraProjectionBackward& p : args.projections) {
     if (const char* why = outputs_decline(p.dw)) return why;
   }
@@ -129,6 +129,14 @@ constexpr LoraLinearKernel kKernels[] = {
 }  // namespace
 
 std::span<const LoraLinearKernel> lora_linear_kernels() { return kKernels; }
+
+bool matrix_unit_wins(const CpuFeatures& features, DType dtype, int64_t rows) {
+  // With fewer rows the time is that of reading W, whoever reads it.
+  constexpr int64_t kReadingBound = 16;
+  if (rows <= kReadingBound) return false;
+  return (dtype == DType::kBFloat16 && features.amx_bf16) ||
+         (dtype == DType::kFloat16 && features.amx_fp16);
+}
 
 const LoraSimd& lora_simd_best() {
   if (missing_avx512_bf16() == nullptr) return *lora_simd_avx512_bf16();

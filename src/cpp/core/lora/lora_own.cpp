@@ -84,7 +84,8 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
   std::vector<Projection> projections(args.projections.size());
   std::vector<ProductOutput> outputs(projections.size());
   std::vector<LoraAdapter> adapters;
-  int64_t hidden = 0;
+  std::vector<Tasks> before(1);
+  int64_t column = 0;
   bool in_rows = true;
   for (size_t j = 0; j < projections.size(); ++j) {
     const LoraProjection& given = args.projections[j];
@@ -98,24 +99,31 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
     if (given.packed_w != nullptr) own.packed = PackedWeight(given.packed_w);
     if (given.bias.defined())
       LORAACCEL_RETURN_IF_ERROR(padded_bias(simd, ctx, op, given.bias, &own.bias));
-    LORAACCEL_RETURN_IF_ERROR(own.right2.build(simd, ctx, op, given.adapters, RankFactor::kScaledB,
-                                               std::vector<bool>(given.adapters.size(), true)));
+    LORAACCEL_RETURN_IF_ERROR(own.right2.prepare(simd, ctx, op, given.adapters,
+                                                 RankFactor::kScaledB,
+                                                 std::vector<bool>(given.adapters.size(), true)));
+    before.push_back(own.right2.tasks());
     output.rights = {&own.right, 1};
     output.packed = own.packed.serves(simd) ? &own.packed : nullptr;
-    output.left2 = static_cast<const float*>(args.h.data) + hidden;
+    output.left2 = static_cast<const float*>(args.h.data) + column;
     output.left2_stride = args.h.stride[0];
     output.right2 = &own.right2;
     output.bias = own.bias.data();
     output.out = &given.y;
-    hidden += total_rank(given.adapters);
+    column += total_rank(given.adapters);
     adapters.insert(adapters.end(), given.adapters.begin(), given.adapters.end());
   }
-  LORAACCEL_RETURN_IF_ERROR(rank_hidden(simd, ctx, op, term.left, rows, inputs, adapters, args.h));
+  RankHidden hidden;
+  LORAACCEL_RETURN_IF_ERROR(
+      hidden.prepare(simd, ctx, op, term.left, rows, inputs, adapters, args.h));
+  before[0] = hidden.tasks();
   if (in_rows && rows <= kDotMaxRows) {
+    run_tasks(ctx, before);
     few_rows_forward(simd, ctx, term.left, rows, inputs, outputs);
-    return Status();
+  } else {
+    LORAACCEL_RETURN_IF_ERROR(blocked_product(simd, ctx, op, rows, {&term, 1}, outputs, before));
   }
-  return blocked_product(simd, ctx, op, rows, {&term, 1}, outputs);
+  return hidden.status();
 }
 
 namespace {
@@ -123,7 +131,8 @@ namespace {
 // dx = sum of G_j W_j, and of the rank updates.
 Status input_gradient(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                       const LoraQkvBackwardArgs& args, std::span<const AnyRows> dy,
-                      const RankBackward& rank) {
+                      RankBackward* rank_backward) {
+  const RankBackward& rank = *rank_backward;
   std::vector<ProductTerm> terms;
   std::vector<ProductRight> rights;
   std::vector<Scratch<char>> copies(args.projections.size());
@@ -141,7 +150,8 @@ Status input_gradient(const LoraSimd& simd, const ExecContext& ctx, const char* 
   }
   RankPanels right2;
   LORAACCEL_RETURN_IF_ERROR(
-      right2.build(simd, ctx, op, rank.adapters(), RankFactor::kA, rank.plain()));
+      right2.prepare(simd, ctx, op, rank.adapters(), RankFactor::kA, rank.plain()));
+  const Tasks before[] = {rank_backward->tasks(), right2.tasks()};
   // Adapters with dropout are added to the stored product: in float32, so that a 16-bit dx is rounded once.
   TensorView dx = args.dx;
   Scratch<float> dx_sum;
@@ -157,7 +167,7 @@ Status input_gradient(const LoraSimd& simd, const ExecContext& ctx, const char* 
   output.left2_stride = rank.u_stride();
   output.right2 = &right2;
   output.out = &dx;
-  LORAACCEL_RETURN_IF_ERROR(blocked_product(simd, ctx, op, dx.rows(), terms, {&output, 1}));
+  LORAACCEL_RETURN_IF_ERROR(blocked_product(simd, ctx, op, dx.rows(), terms, {&output, 1}, before));
   LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, dx, /*plain_too=*/false));
   if (dx_sum.data() != nullptr) store_view(ctx, dx_sum.data(), dx.cols(), 1, 1.0F, args.dx);
   return Status();
@@ -196,7 +206,12 @@ Status lora_group_backward_own(const LoraSimd& simd, const ExecContext& ctx, con
   if (reads_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.x, &x_copy, &x));
   RankBackward rank;
   LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, args.x.rows(), layers));
-  if (args.dx.defined()) LORAACCEL_RETURN_IF_ERROR(input_gradient(simd, ctx, op, args, dy, rank));
+  if (args.dx.defined()) {
+    LORAACCEL_RETURN_IF_ERROR(input_gradient(simd, ctx, op, args, dy, &rank));
+  } else {
+    const Tasks tasks = rank.tasks();
+    run_tasks(ctx, {&tasks, 1});
+  }
   LORAACCEL_RETURN_IF_ERROR(rank.adapter_gradients(simd, ctx, x, args.x.cols(), args.h));
   for (size_t j = 0; j < count; ++j) {
     const LoraProjectionBackward& given = args.projections[j];

@@ -20,13 +20,6 @@ DropoutBlock dropout_block(const DropoutSpec& d, int64_t row0, int64_t rows, int
   return {row0, rows, col0, cols, d.seed, d.offset, d.p};
 }
 
-// out[c][m] = in[m][c]
-void transpose_rank(const float* in, int64_t in_stride, int64_t rows, int64_t ranks, float* out) {
-  for (int64_t m = 0; m < rows; ++m) {
-    for (int64_t c = 0; c < ranks; ++c) out[c * rows + m] = in[m * in_stride + c];
-  }
-}
-
 }  // namespace
 
 int64_t total_rank(std::span<const LoraAdapter> adapters) {
@@ -52,88 +45,120 @@ Status rank_factor(const ExecContext& ctx, const char* op, const TensorView& fac
 
 }  // namespace
 
-Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
-                   int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
-                   const TensorView& h) {
-  std::vector<Scratch<float>> copies(adapters.size());
-  std::vector<AnyRows> factors(adapters.size());
+Status RankHidden::prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                           const AnyRows& x, int64_t rows, int64_t inputs,
+                           std::span<const LoraAdapter> adapters, const TensorView& h) {
+  simd_ = &simd;
+  ctx_ = &ctx;
+  op_ = op;
+  x_ = x;
+  rows_ = rows;
+  inputs_ = inputs;
+  adapters_ = adapters;
+  h_ = h;
+  copies_ = std::vector<Scratch<float>>(adapters.size());
+  factors_.resize(adapters.size());
   for (size_t i = 0; i < adapters.size(); ++i) {
     // The product with dropout is of floats: an A of the same type as x is then converted too.
     const DType wanted = adapters[i].dropout.p > 0 ? DType::kFloat32 : x.dtype;
-    LORAACCEL_RETURN_IF_ERROR(rank_factor(ctx, op, adapters[i].a, wanted, &copies[i], &factors[i]));
-  }
-  const int64_t block = row_block(ctx, rows);
-  std::atomic<bool> no_memory{false};
-  parallel_for(ctx, ceil_div(rows, block), [&](int64_t task) {
-    const int64_t row0 = task * block;
-    const int64_t count = std::min(block, rows - row0);
-    float* out = static_cast<float*>(h.data) + row0 * h.stride[0];
-    Scratch<float> dropped;
-    for (size_t i = 0; i < adapters.size(); ++i) {
-      const LoraAdapter& ad = adapters[i];
-      const AnyRows& a = factors[i];
-      const int64_t rank = ad.a.rows();
-      if (ad.dropout.p <= 0) {
-        simd.dot(x.dtype, x.at(row0), x.stride, a.dtype, a.data, a.stride, 1.0F, out, h.stride[0],
-                 count, rank, inputs);
-      } else {
-        if (dropped.data() == nullptr && !dropped.allocate(ctx, count * inputs)) {
-          no_memory = true;
-          return;
-        }
-        simd.dropout(x.dtype, x.at(row0), x.stride,
-                     dropout_block(ad.dropout, row0, count, 0, inputs), dropped.data(), inputs);
-        simd.dot(DType::kFloat32, dropped.data(), inputs, a.dtype, a.data, a.stride, 1.0F, out,
-                 h.stride[0], count, rank, inputs);
-      }
-      out += rank;
-    }
-  });
-  return no_memory ? out_of_memory(op) : Status();
-}
-
-Status RankPanels::build(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-                         std::span<const LoraAdapter> adapters, RankFactor factor,
-                         const std::vector<bool>& take) {
-  width_ = simd.width;
-  depth_ = 0;
-  int64_t columns = 0;
-  for (size_t i = 0; i < adapters.size(); ++i) {
-    columns = factor == RankFactor::kScaledB ? adapters[i].b.rows() : adapters[i].a.cols();
-    if (take[i]) depth_ += adapters[i].a.rows();
-  }
-  if (depth_ == 0) return Status();
-  const int64_t panels = ceil_div(columns, width_);
-  if (!panels_.allocate(ctx, panels * depth_ * width_)) return out_of_memory(op);
-  int64_t at = 0;
-  for (size_t i = 0; i < adapters.size(); ++i) {
-    if (!take[i]) continue;
-    const LoraAdapter& ad = adapters[i];
-    const bool scaled = factor == RankFactor::kScaledB;
-    Scratch<char> copy;
-    AnyRows source;
-    LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, scaled ? ad.b : ad.a, &copy, &source));
-    const int64_t rank = ad.a.rows();
-    const auto scale = static_cast<float>(ad.scale);
-    parallel_for(ctx, std::min<int64_t>(ctx.num_threads, panels), [&](int64_t part) {
-      for (int64_t p = part; p < panels; p += ctx.num_threads) {
-        PanelSource panel;
-        panel.data = scaled ? source.at(p * width_) : source.at(0, p * width_);
-        panel.stride = source.stride;
-        panel.dtype = source.dtype;
-        panel.transposed = scaled;
-        panel.count = static_cast<int>(std::min(width_, columns - p * width_));
-        panel.depth = rank;
-        float* out = panels_.data() + (p * depth_ + at) * width_;
-        simd.pack(panel, /*pairs=*/false, out);
-        if (scaled) {
-          for (int64_t j = 0; j < rank * width_; ++j) out[j] *= scale;
-        }
-      }
-    });
-    at += rank;
+    LORAACCEL_RETURN_IF_ERROR(
+        rank_factor(ctx, op, adapters[i].a, wanted, &copies_[i], &factors_[i]));
   }
   return Status();
+}
+
+Tasks RankHidden::tasks() {
+  if (adapters_.empty()) return {};
+  return {ceil_div(rows_, row_block(*ctx_, rows_)), [this](int64_t block) { run(block); }};
+}
+
+void RankHidden::run(int64_t block) {
+  const int64_t step = row_block(*ctx_, rows_);
+  const int64_t row0 = block * step;
+  const int64_t count = std::min(step, rows_ - row0);
+  float* out = static_cast<float*>(h_.data) + row0 * h_.stride[0];
+  Scratch<float> dropped;
+  for (size_t i = 0; i < adapters_.size(); ++i) {
+    const LoraAdapter& ad = adapters_[i];
+    const AnyRows& a = factors_[i];
+    const int64_t rank = ad.a.rows();
+    if (ad.dropout.p <= 0) {
+      simd_->dot(x_.dtype, x_.at(row0), x_.stride, a.dtype, a.data, a.stride, 1.0F, out,
+                 h_.stride[0], count, rank, inputs_);
+    } else {
+      if (dropped.data() == nullptr && !dropped.allocate(*ctx_, count * inputs_)) {
+        no_memory_ = true;
+        return;
+      }
+      simd_->dropout(x_.dtype, x_.at(row0), x_.stride,
+                     dropout_block(ad.dropout, row0, count, 0, inputs_), dropped.data(), inputs_);
+      simd_->dot(DType::kFloat32, dropped.data(), inputs_, a.dtype, a.data, a.stride, 1.0F, out,
+                 h_.stride[0], count, rank, inputs_);
+    }
+    out += rank;
+  }
+}
+
+Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
+                   int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
+                   const TensorView& h) {
+  RankHidden hidden;
+  LORAACCEL_RETURN_IF_ERROR(hidden.prepare(simd, ctx, op, x, rows, inputs, adapters, h));
+  const Tasks tasks = hidden.tasks();
+  run_tasks(ctx, {&tasks, 1});
+  return hidden.status();
+}
+
+Status RankPanels::prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                           std::span<const LoraAdapter> adapters, RankFactor factor,
+                           const std::vector<bool>& take) {
+  simd_ = &simd;
+  factor_ = factor;
+  width_ = simd.width;
+  const bool scaled = factor == RankFactor::kScaledB;
+  for (size_t i = 0; i < adapters.size(); ++i) {
+    const LoraAdapter& ad = adapters[i];
+    columns_ = scaled ? ad.b.rows() : ad.a.cols();
+    if (!take[i]) continue;
+    Part& part = parts_.emplace_back();
+    LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, scaled ? ad.b : ad.a, &part.copy, &part.source));
+    part.rank = ad.a.rows();
+    part.scale = scaled ? static_cast<float>(ad.scale) : 1.0F;
+    depth_ += part.rank;
+  }
+  if (depth_ == 0) return Status();
+  return panels_.allocate(ctx, ceil_div(columns_, width_) * depth_ * width_) ? Status()
+                                                                             : out_of_memory(op);
+}
+
+Tasks RankPanels::tasks() {
+  if (depth_ == 0) return {};
+  // Each is small: several in one task.
+  const int64_t panels = ceil_div(columns_, width_);
+  constexpr int64_t kGroup = 8;
+  return {ceil_div(panels, kGroup), [this, panels](int64_t group) {
+            for (int64_t p = group * kGroup; p < std::min(panels, (group + 1) * kGroup); ++p)
+              run(p);
+          }};
+}
+
+void RankPanels::run(int64_t panel) {
+  const int64_t col = panel * width_;
+  float* out = panels_.data() + panel * depth_ * width_;
+  for (const Part& part : parts_) {
+    PanelSource source;
+    source.transposed = factor_ == RankFactor::kScaledB;
+    source.data = source.transposed ? part.source.at(col) : part.source.at(0, col);
+    source.stride = part.source.stride;
+    source.dtype = part.source.dtype;
+    source.count = static_cast<int>(std::min(width_, columns_ - col));
+    source.depth = part.rank;
+    simd_->pack(source, /*pairs=*/false, out);
+    if (part.scale != 1.0F) {
+      for (int64_t j = 0; j < part.rank * width_; ++j) out[j] *= part.scale;
+    }
+    out += part.rank * width_;
+  }
 }
 
 namespace {
@@ -178,53 +203,22 @@ Status rank_expand(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                    std::span<const LoraAdapter> adapters, const TensorView& h,
                    const TensorView& y) {
   RankPanels panels;
-  LORAACCEL_RETURN_IF_ERROR(panels.build(simd, ctx, op, adapters, RankFactor::kScaledB,
-                                         std::vector<bool>(adapters.size(), true)));
+  LORAACCEL_RETURN_IF_ERROR(panels.prepare(simd, ctx, op, adapters, RankFactor::kScaledB,
+                                           std::vector<bool>(adapters.size(), true)));
+  const Tasks tasks = panels.tasks();
+  run_tasks(ctx, {&tasks, 1});
   if (panels.depth() != 0) {
     add_rank_product(simd, ctx, static_cast<const float*>(h.data), h.stride[0], panels, y);
   }
   return Status();
 }
 
-namespace {
-
-// u = s G B for one adapter; B^T is in G's type where B is, else in floats.
-Status scaled_gradient(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-                       const RankLayer& layer, const LoraAdapter& ad, int64_t rows, float* u,
-                       int64_t u_stride) {
-  const int64_t rank = ad.a.rows();
-  const TensorView bt = ad.b.transposed();
-  const DType dtype = bt.dtype == layer.dy.dtype ? bt.dtype : DType::kFloat32;
-  Scratch<char> copy;  // [R, N]
-  if (!copy.allocate(ctx, bt.numel() * static_cast<int64_t>(dtype_size_bytes(dtype))))
-    return out_of_memory(op);
-  visit_dtype(bt.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto* source = static_cast<const T*>(bt.data);
-    if (dtype == bt.dtype) {
-      move_rows(ctx, source, bt.stride[0], bt.stride[1], reinterpret_cast<T*>(copy.data()),
-                layer.outputs, rank, layer.outputs);
-    } else {
-      convert_rows(ctx, source, bt.stride[0], bt.stride[1], reinterpret_cast<float*>(copy.data()),
-                   layer.outputs, 1, rank, layer.outputs);
-    }
-  });
-  const int64_t block = row_block(ctx, rows);
-  parallel_for(ctx, ceil_div(rows, block), [&](int64_t task) {
-    const int64_t row0 = task * block;
-    simd.dot(layer.dy.dtype, layer.dy.at(row0), layer.dy.stride, dtype, copy.data(), layer.outputs,
-             static_cast<float>(ad.scale), u + row0 * u_stride, u_stride,
-             std::min(block, rows - row0), rank, layer.outputs);
-  });
-  return Status();
-}
-
-}  // namespace
-
 Status RankBackward::prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                              int64_t rows, std::span<const RankLayer> layers) {
+  simd_ = &simd;
   op_ = op;
   rows_ = rows;
+  block_ = row_block(ctx, rows);
   layers_ = layers;
   for (const RankLayer& layer : layers)
     adapters_.insert(adapters_.end(), layer.adapters.begin(), layer.adapters.end());
@@ -239,21 +233,57 @@ Status RankBackward::prepare(const LoraSimd& simd, const ExecContext& ctx, const
   }
   for (const LoraAdapter& ad : adapters_) plain_.push_back(ad.dropout.p <= 0);
   if (columns_ == 0) return Status();
-  if (!u_.allocate(ctx, rows * columns_) || !u_transposed_.allocate(ctx, rows * columns_))
-    return out_of_memory(op);
-  size_t index = 0;
+  if (!u_.allocate(ctx, rows * columns_)) return out_of_memory(op);
   for (const RankLayer& layer : layers) {
     for (const LoraAdapter& ad : layer.adapters) {
-      float* u = u_.data() + start_[index++];
-      if (layer.dy.data == nullptr) {
-        for (int64_t m = 0; m < rows; ++m) std::fill_n(u + m * columns_, ad.a.rows(), 0.0F);
-      } else {
-        LORAACCEL_RETURN_IF_ERROR(scaled_gradient(simd, ctx, op, layer, ad, rows, u, columns_));
-      }
+      Source& source = sources_.emplace_back();
+      source.layer = &layer;
+      source.adapter = &ad;
+      if (layer.dy.data == nullptr) continue;
+      // B^T is in G's type where B is, else in floats.
+      const TensorView bt = ad.b.transposed();
+      const DType dtype = bt.dtype == layer.dy.dtype ? bt.dtype : DType::kFloat32;
+      if (!source.copy.allocate(ctx, bt.numel() * static_cast<int64_t>(dtype_size_bytes(dtype))))
+        return out_of_memory(op);
+      source.bt = {source.copy.data(), layer.outputs, dtype};
+      visit_dtype(bt.dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        const auto* from = static_cast<const T*>(bt.data);
+        if (dtype == bt.dtype) {
+          move_rows(ctx, from, bt.stride[0], bt.stride[1], reinterpret_cast<T*>(source.copy.data()),
+                    layer.outputs, bt.rows(), layer.outputs);
+        } else {
+          convert_rows(ctx, from, bt.stride[0], bt.stride[1],
+                       reinterpret_cast<float*>(source.copy.data()), layer.outputs, 1, bt.rows(),
+                       layer.outputs);
+        }
+      });
     }
   }
-  transpose_rank(u_.data(), columns_, rows, columns_, u_transposed_.data());
   return Status();
+}
+
+Tasks RankBackward::tasks() {
+  if (columns_ == 0) return {};
+  return {ceil_div(rows_, block_), [this](int64_t block) { run(block); }};
+}
+
+void RankBackward::run(int64_t block) {
+  const int64_t row0 = block * block_;
+  const int64_t count = std::min(block_, rows_ - row0);
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    const Source& source = sources_[i];
+    const AnyRows& dy = source.layer->dy;
+    const int64_t rank = source.adapter->a.rows();
+    float* u = u_.data() + row0 * columns_ + start_[i];
+    if (dy.data == nullptr) {
+      for (int64_t m = 0; m < count; ++m) std::fill_n(u + m * columns_, rank, 0.0F);
+      continue;
+    }
+    simd_->dot(dy.dtype, dy.at(row0), dy.stride, source.bt.dtype, source.bt.data, source.bt.stride,
+               static_cast<float>(source.adapter->scale), u, columns_, count, rank,
+               source.layer->outputs);
+  }
 }
 
 Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, const TensorView& dx,
@@ -268,7 +298,7 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
   size_t count = 0;
   if (plain_too && plain_depth_ > 0) {
     LORAACCEL_RETURN_IF_ERROR(
-        parts[count++].panels.build(simd, ctx, op_, adapters_, RankFactor::kA, plain_));
+        parts[count++].panels.prepare(simd, ctx, op_, adapters_, RankFactor::kA, plain_));
   }
   for (size_t i = 0; i < adapters_.size(); ++i) {
     if (plain_[i]) continue;
@@ -277,9 +307,12 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
     Part& part = parts[count++];
     part.start = start_[i];
     part.dropout = &adapters_[i].dropout;
-    LORAACCEL_RETURN_IF_ERROR(part.panels.build(simd, ctx, op_, adapters_, RankFactor::kA, only));
+    LORAACCEL_RETURN_IF_ERROR(part.panels.prepare(simd, ctx, op_, adapters_, RankFactor::kA, only));
   }
   if (count == 0) return Status();
+  std::vector<Tasks> tasks;
+  for (size_t i = 0; i < count; ++i) tasks.push_back(parts[i].panels.tasks());
+  run_tasks(ctx, tasks);
   if (count == 1 && parts[0].dropout == nullptr) {
     add_rank_product(simd, ctx, u_.data(), columns_, parts[0].panels, dx);
     return Status();
@@ -323,76 +356,88 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
 
 namespace {
 
-// out[r][n] = sum over m of left[r][m] right[m][n], the columns split among threads.
-// With dropout, D(right) takes the place of right, made in blocks of rows.
-Status wide_outer(const LoraSimd& simd, const ExecContext& ctx, const char* op, const float* left,
-                  int64_t rows, int64_t rank, const AnyRows& right, int64_t cols,
-                  const DropoutSpec& dropout, float* out) {
-  constexpr int64_t kColumnBlock = 256;  // a multiple of kDropoutGroup and of every panel width
-  constexpr int64_t kDropoutRows = 128;
-  static_assert(kColumnBlock % kDropoutGroup == 0);
-  std::atomic<bool> no_memory{false};
-  const int64_t block =
-      std::clamp<int64_t>(ceil_div(ceil_div(cols, ctx.num_threads), kDropoutGroup) * kDropoutGroup,
-                          kDropoutGroup, kColumnBlock);
-  parallel_for(ctx, ceil_div(cols, block), [&](int64_t task) {
-    const int64_t col0 = task * block;
-    const int64_t count = std::min(block, cols - col0);
-    if (dropout.p <= 0 || rows == 0) {
-      simd.outer(left, rows, right.dtype, right.at(0, col0), right.stride, out + col0, cols, rank,
-                 rows, count, false);
-      return;
+// out (+)= a gradient of a factor, [R, cols]: sum over m of left[m][r] right[m][n], times a scale; columns are split into
+// tasks. With dropout, D(right) takes the place of right, made in blocks of rows.
+struct FactorGradient {
+  static constexpr int64_t kColumns = 256;  // a multiple of kDropoutGroup and of every panel width
+  static_assert(kColumns % kDropoutGroup == 0);
+
+  const float* left;
+  int64_t left_stride;
+  AnyRows right;
+  int64_t rows, rank, cols;
+  DropoutSpec dropout;
+  float scale;
+  TensorView out;  // [R, cols] of any type and strides
+
+  // False where there is no memory.
+  bool run(const LoraSimd& simd, const ExecContext& ctx, int64_t task) const {
+    // As long as the blocks of a sum: the order of additions is that of one call, and the rows of a block are still in
+    // the first caches when the next strip of columns reads them.
+    constexpr int64_t kRows = 128;
+    const int64_t col0 = task * kColumns;
+    const int64_t count = std::min(kColumns, cols - col0);
+    Scratch<float> sums, dropped;
+    if (!sums.allocate(ctx, rank * kColumns)) return false;
+    if (dropout.p > 0 && !dropped.allocate(ctx, kRows * kColumns)) return false;
+    for (int64_t row0 = 0; row0 == 0 || row0 < rows; row0 += kRows) {
+      const int64_t m = std::min(kRows, rows - row0);
+      AnyRows part = {right.at(row0, col0), right.stride, right.dtype};
+      if (dropout.p > 0) {
+        simd.dropout(part.dtype, part.data, part.stride,
+                     dropout_block(dropout, row0, m, col0, count), dropped.data(), kColumns);
+        part = {dropped.data(), kColumns, DType::kFloat32};
+      }
+      simd.outer(left + row0 * left_stride, left_stride, part.dtype, part.data, part.stride,
+                 sums.data(), kColumns, rank, m, count, row0 != 0);
     }
-    Scratch<float> dropped;
-    if (!dropped.allocate(ctx, kDropoutRows * block)) {
-      no_memory = true;
-      return;
-    }
-    for (int64_t row0 = 0; row0 < rows; row0 += kDropoutRows) {
-      const int64_t m = std::min(kDropoutRows, rows - row0);
-      simd.dropout(right.dtype, right.at(row0, col0), right.stride,
-                   dropout_block(dropout, row0, m, col0, count), dropped.data(), block);
-      simd.outer(left + row0, rows, DType::kFloat32, dropped.data(), block, out + col0, cols, rank,
-                 m, count, row0 != 0);
-    }
-  });
-  return no_memory ? out_of_memory(op) : Status();
-}
+    visit_dtype(out.dtype, [&](auto tag) {
+      auto* to = static_cast<typename decltype(tag)::type*>(out.data);
+      for (int64_t n = 0; n < count; ++n) {
+        for (int64_t r = 0; r < rank; ++r) {
+          from_float(scale * sums.data()[r * kColumns + n],
+                     to + r * out.stride[0] + (col0 + n) * out.stride[1]);
+        }
+      }
+    });
+    return true;
+  }
+};
 
 }  // namespace
 
 Status RankBackward::adapter_gradients(const LoraSimd& simd, const ExecContext& ctx,
                                        const AnyRows& x, int64_t inputs,
                                        const TensorView& h) const {
+  std::vector<FactorGradient> gradients;
   size_t index = 0;
   int64_t hidden = 0;  // first column of h: it keeps the order of the adapters
   for (const RankLayer& layer : layers_) {
+    const int64_t rows = layer.dy.data == nullptr ? 0 : rows_;
     for (size_t i = 0; i < layer.adapters.size(); ++i, ++index) {
       const LoraAdapter& ad = layer.adapters[i];
       const int64_t rank = ad.a.rows();
-      const int64_t rows = layer.dy.data == nullptr ? 0 : rows_;
       if (layer.da[i].defined()) {
-        Scratch<float> out;
-        if (!out.allocate(ctx, rank * inputs)) return out_of_memory(op_);
-        LORAACCEL_RETURN_IF_ERROR(wide_outer(simd, ctx, op_,
-                                             u_transposed_.data() + start_[index] * rows_, rows,
-                                             rank, x, inputs, ad.dropout, out.data()));
-        store_view(ctx, out.data(), inputs, 1, 1.0F, layer.da[i]);
+        gradients.push_back({u_.data() + start_[index], columns_, x, rows, rank, inputs, ad.dropout,
+                             1.0F, layer.da[i]});
       }
       if (layer.db[i].defined()) {
-        Scratch<float> out, ht;
-        if (!out.allocate(ctx, rank * layer.outputs) || !ht.allocate(ctx, rank * rows_))
-          return out_of_memory(op_);
-        transpose_rank(static_cast<const float*>(h.data) + hidden, h.stride[0], rows, rank,
-                       ht.data());
-        LORAACCEL_RETURN_IF_ERROR(wide_outer(simd, ctx, op_, ht.data(), rows, rank, layer.dy,
-                                             layer.outputs, {}, out.data()));
-        store_view(ctx, out.data(), 1, layer.outputs, static_cast<float>(ad.scale), layer.db[i]);
+        gradients.push_back({static_cast<const float*>(h.data) + hidden, h.stride[0], layer.dy,
+                             rows, rank, layer.outputs, DropoutSpec{}, static_cast<float>(ad.scale),
+                             layer.db[i].transposed()});
       }
       hidden += rank;
     }
   }
-  return Status();
+  std::atomic<bool> no_memory{false};
+  std::vector<Tasks> tasks;
+  for (const FactorGradient& gradient : gradients) {
+    tasks.push_back({ceil_div(gradient.cols, FactorGradient::kColumns), [&](int64_t task) {
+                       if (!gradient.run(simd, ctx, task)) no_memory = true;
+                     }});
+  }
+  run_tasks(ctx, tasks);
+  return no_memory ? out_of_memory(op_) : Status();
 }
 
 void column_sums(const ExecContext& ctx, const AnyRows& dy, int64_t rows, const TensorView& out) {

@@ -2,11 +2,14 @@
 // half. Sums in float32. Adapters of another type than x are read once into float scratch: they are small.
 #pragma once
 
+#include <atomic>
+#include <deque>
 #include <vector>
 
 #include "lora/operands.h"
 #include "lora/simd/simd.h"
 #include "loraaccel/lora_linear.h"
+#include "tasks.h"
 
 namespace loraaccel {
 
@@ -15,6 +18,32 @@ int64_t total_rank(std::span<const LoraAdapter> adapters);
 
 // h = D(x) A^T for all adapters, in their order; h is dense and has total_rank() columns. A block of x is read from
 // memory once, whatever their number.
+class RankHidden {
+ public:
+  Status prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
+                 int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
+                 const TensorView& h);
+  // This object must outlive them.
+  Tasks tasks();
+  Status status() const { return no_memory_ ? out_of_memory(op_) : Status(); }
+
+ private:
+  void run(int64_t block);
+
+  const LoraSimd* simd_ = nullptr;
+  const ExecContext* ctx_ = nullptr;
+  const char* op_ = "";
+  AnyRows x_;
+  int64_t rows_ = 0;
+  int64_t inputs_ = 0;
+  std::span<const LoraAdapter> adapters_;
+  TensorView h_;
+  std::vector<Scratch<float>> copies_;
+  std::vector<AnyRows> factors_;
+  std::atomic<bool> no_memory_{false};
+};
+
+// The same, done.
 Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
                    int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
                    const TensorView& h);
@@ -28,14 +57,28 @@ Status rank_expand(const LoraSimd& simd, const ExecContext& ctx, const char* op,
 enum class RankFactor { kScaledB, kA };
 class RankPanels {
  public:
-  Status build(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-               std::span<const LoraAdapter> adapters, RankFactor factor,
-               const std::vector<bool>& take);
+  Status prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                 std::span<const LoraAdapter> adapters, RankFactor factor,
+                 const std::vector<bool>& take);
+  // One for each panel. This object must outlive them, and the adapters too.
+  Tasks tasks();
   int64_t depth() const { return depth_; }
   const float* panel(int64_t index) const { return panels_.data() + index * depth_ * width_; }
 
  private:
+  struct Part {
+    AnyRows source;
+    int64_t rank;
+    float scale;
+    Scratch<char> copy;
+  };
+  void run(int64_t panel);
+
+  const LoraSimd* simd_ = nullptr;
+  RankFactor factor_ = RankFactor::kA;
+  std::deque<Part> parts_;
   Scratch<float> panels_;
+  int64_t columns_ = 0;
   int64_t depth_ = 0;
   int64_t width_ = 0;
 };
@@ -51,9 +94,11 @@ struct RankLayer {
 // What the backward pass needs of the rank space, for layers over one x.
 class RankBackward {
  public:
-  // u = s G B, [M, total]. Columns of adapters without dropout come first.
+  // u = s G B, [M, total]. Columns of adapters without dropout come first. After this its tasks must run.
   Status prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,
                  std::span<const RankLayer> layers);
+  // This object must outlive them.
+  Tasks tasks();
   const float* u() const { return u_.data(); }
   int64_t u_stride() const { return columns_; }
   // Of all layers, one after the other.
@@ -71,15 +116,27 @@ class RankBackward {
                            int64_t inputs, const TensorView& h) const;
 
  private:
+  // One adapter with what its u is made of.
+  struct Source {
+    const RankLayer* layer;
+    const LoraAdapter* adapter;
+    AnyRows bt;  // B^T, [R, N]
+    Scratch<char> copy;
+  };
+  void run(int64_t block);
+
+  const LoraSimd* simd_ = nullptr;
   const char* op_ = "";
   int64_t rows_ = 0;
+  int64_t block_ = 1;
   std::span<const RankLayer> layers_;
+  std::deque<Source> sources_;
   std::vector<LoraAdapter> adapters_;
   std::vector<int64_t> start_;  // first column of u of each adapter
   std::vector<bool> plain_;
   int64_t columns_ = 0;
   int64_t plain_depth_ = 0;
-  Scratch<float> u_, u_transposed_;
+  Scratch<float> u_;
 };
 
 // dbias[n] = sum over m of dy[m][n], sums in double.

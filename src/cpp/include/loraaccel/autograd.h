@@ -41,11 +41,13 @@ using Numbers = at::ArrayRef<double>;
 using ForwardOp = std::tuple<Tensor, Tensor>(const Tensor& x, const Tensor& weight,
                                              const OptionalTensor& bias, at::TensorList lora_A,
                                              at::TensorList lora_B, Numbers scalings,
-                                             Numbers dropouts, const OptionalTensor& seed);
+                                             Numbers dropouts, const OptionalTensor& seed,
+                                             const OptionalTensor& packed);
 using BackwardOp = std::vector<Tensor>(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                        at::TensorList lora_A, at::TensorList lora_B,
                                        const Tensor& hidden, Numbers scalings, Numbers dropouts,
-                                       const OptionalTensor& seed, at::ArrayRef<bool> output_mask);
+                                       const OptionalTensor& seed, at::ArrayRef<bool> output_mask,
+                                       const OptionalTensor& packed);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
@@ -80,7 +82,7 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
     static const auto op = find_op<ForwardOp>("loraaccel::lora_linear");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [a, b] = unzip(adapters);
-    auto [y, hidden] = op.call(x, weight, bias, a, b, scalings, dropouts, seed);
+    auto [y, hidden] = op.call(x, weight, bias, a, b, scalings, dropouts, seed, std::nullopt);
     variable_list saved = {x, weight, std::move(hidden), seed.value_or(Tensor())};
     saved.insert(saved.end(), adapters.begin(), adapters.end());
     ctx->save_for_backward(std::move(saved));
@@ -111,7 +113,7 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
       wanted = op.call(grads[0], saved[0], saved[1], a, b, saved[2],
                        ctx->saved_data["scalings"].toDoubleVector(),
                        ctx->saved_data["dropouts"].toDoubleVector(), seed,
-                       at::ArrayRef<bool>(mask.data(), mask.size()));
+                       at::ArrayRef<bool>(mask.data(), mask.size()), std::nullopt);
     }
     if (at::GradMode::is_enabled()) {  // the caller builds a graph of this backward pass
       for (Tensor& g : wanted) g = g.detach().requires_grad_();

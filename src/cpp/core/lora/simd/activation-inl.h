@@ -2,9 +2,9 @@
 
 constexpr int kActivationBlock = 64;
 
-// 2^n e^r, |r| <= ln 2 / 2: within 2 ulp for v from -87 to 88, which other arguments are cut to. NaN stays NaN.
-LORAACCEL_INLINE float fast_exp(float v) {
-  v = v > 88.0F ? 88.0F : v;
+// 2^n e^r, |r| <= ln 2 / 2: within 2 ulp for v from -87 to 88; 0 below, e^88 above. NaN stays NaN.
+LORAACCEL_INLINE float fast_exp(float argument) {
+  float v = argument > 88.0F ? 88.0F : argument;
   v = v < -87.0F ? -87.0F : v;
   const float shifted = v * 1.44269504F + 12582912.0F;  // the integer is in the last bits
   uint32_t bits;
@@ -22,10 +22,16 @@ LORAACCEL_INLINE float fast_exp(float v) {
   bits = (bits - 0x4B400000U + 127U) << 23;
   float scale;
   memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
+  return argument < -87.0F ? 0.0F : p * scale;
 }
 
-LORAACCEL_INLINE float sigmoid(float v) { return 1.0F / (1.0F + fast_exp(-v)); }
+// 1 / (1 + e^-v), and 1 minus that with all its digits.
+LORAACCEL_INLINE float sigmoid(float v, float* rest) {
+  const float e = fast_exp(-v);
+  const float s = v < -87.0F ? 0.0F : 1.0F / (1.0F + e);
+  *rest = e * s;
+  return s;
+}
 
 // The normal distribution function. With z = |v| / sqrt(2): below 1, erf z = z (1 + q(z^2)); above, -ln erfc z is a
 // polynomial; both fitted to scipy.special at Chebyshev points. Absolute error below 5e-8, as 0.5 (1 + erf) has in floats.
@@ -60,12 +66,14 @@ LORAACCEL_INLINE float normal_cdf(float v) {
 template <Activation kind>
 LORAACCEL_INLINE float activation_value(float v, float* derivative) {
   if constexpr (kind == Activation::kSilu) {
-    const float s = sigmoid(v);
-    *derivative = s * (1.0F + v * (1.0F - s));
+    float rest;
+    const float s = sigmoid(v, &rest);
+    *derivative = s + v * s * rest;
     return v * s;
   } else if constexpr (kind == Activation::kGeluTanh) {
-    const float s = sigmoid(1.59576912F * (v + 0.044715F * v * v * v));
-    *derivative = s + v * s * (1.0F - s) * 1.59576912F * (1.0F + 0.134145F * v * v);
+    float rest;
+    const float s = sigmoid(1.59576912F * (v + 0.044715F * v * v * v), &rest);
+    *derivative = s + v * s * rest * 1.59576912F * (1.0F + 0.134145F * v * v);
     return v * s;
   } else if constexpr (kind == Activation::kGelu) {
     const float cdf = normal_cdf(v);

@@ -15,6 +15,18 @@ struct Avx512 {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static float sum(F v) { return _mm512_reduce_add_ps(v); }
+  // Eight sums at once: halves are added until each lane of 256 bits holds one.
+  static void add_sums(const F* v, float* out) {
+    __m256 h[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j)
+      h[j] = _mm256_add_ps(_mm512_castps512_ps256(v[j]), _mm512_extractf32x8_ps(v[j], 1));
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(h[0], h[1]), _mm256_hadd_ps(h[2], h[3]));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(h[4], h[5]), _mm256_hadd_ps(h[6], h[7]));
+    const __m256 s =
+        _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), s));
+  }
   static __mmask16 first(int n) { return (__mmask16)((1U << n) - 1U); }
 
   static F load(const float* p) { return _mm512_loadu_ps(p); }

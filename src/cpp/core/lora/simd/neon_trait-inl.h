@@ -1,8 +1,8 @@
 // The NEON trait, shared by the units with and without BFDOT: included inside a namespace of each.
 // 10 x 8 register tile: 20 accumulators, 2 columns of the panel and up to 10 words of the left factor, of 32 registers.
 // (A 12-row tile leaves gcc 12 so few for the words that it moves accumulators to the stack.)
-// Arithmetic and whole loads and stores are written without intrinsics: to gcc those are calls that may trap, around
-// which it keeps no array in registers.
+// What stands in loops avoids the intrinsics of arithmetic and conversion: gcc 12 takes those for calls that may trap,
+// and stores an array of accumulators in every step of a loop around them.
 
 struct Neon {
   static constexpr bool kPairs = false;
@@ -23,12 +23,8 @@ struct Neon {
   static F fma(F a, F b, F c) { return a * b + c; }
   static float sum(F v) { return vaddvq_f32(v); }
 
-  static F load(const float* p) {
-    F v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static void store(float* p, F v) { memcpy(p, &v, sizeof v); }
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F v) { vst1q_f32(p, v); }
   static F load_n(const float* p, int n) {
     F v = zero();
     if (n > 0) v = vld1q_lane_f32(p, v, 0);
@@ -43,7 +39,11 @@ struct Neon {
   }
 
   static F widen(uint16x4_t bits, BFloat16) { return vreinterpretq_f32_u32(vshll_n_u16(bits, 16)); }
-  static F widen(uint16x4_t bits, Float16) { return vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
+  static F widen(uint16x4_t bits, Float16) {
+    F v;
+    asm("fcvtl %0.4s, %1.4h" : "=w"(v) : "w"(bits));
+    return v;
+  }
   static uint16x4_t narrow(F v, Float16) { return vreinterpret_u16_f16(vcvt_f16_f32(v)); }
   // Round to nearest even by adding half of the last kept bit (less one, plus that bit); NaN keeps its top bits, quiet.
   static uint16x4_t narrow(F v, BFloat16) {
@@ -55,9 +55,7 @@ struct Neon {
   }
   template <class T>
   static F load(const T* p) {
-    uint16x4_t bits;
-    memcpy(&bits, p, sizeof bits);
-    return widen(bits, T{});
+    return widen(vld1_u16(&p->bits), T{});
   }
   template <class T>
   static F load_n(const T* p, int n) {
@@ -69,8 +67,7 @@ struct Neon {
   }
   template <class T>
   static void store(T* p, F v) {
-    const uint16x4_t bits = narrow(v, T{});
-    memcpy(p, &bits, sizeof bits);
+    vst1_u16(&p->bits, narrow(v, T{}));
   }
   static void store_bits(uint16_t* p, uint16x4_t bits, int n) {
     if (n > 0) vst1_lane_u16(p, bits, 0);

@@ -5,6 +5,7 @@
 // V: kLanes, kRows (rows of the register tile), kDotRows, kDotCols; F; zero, set1, add, mul, fma(a, b, c) = a b + c,
 //    sum (of the lanes); load / load_n (n < kLanes lanes, the rest zero) / store / store_n for float, BFloat16, Float16;
 //    transpose_block(load, out): out[k][n] = row n, word k, for 16 k and 2 kLanes n; load(n, k) gives kLanes words;
+//    add_sums(v, out) where kDotCols is 8: out[j] += sum of the lanes of v[j], j < 8;
 //    kPairs. Where it is true: dot_pairs(a, b, c) = c + both products of each word, load_words(p) (2 kLanes bfloat16s),
 //    pair(low, high): words of two vectors of bfloat16 that `load` widened.
 
@@ -13,13 +14,14 @@
 #define LORAACCEL_INLINE inline __attribute__((always_inline))
 
 constexpr int kWidth = 2 * V::kLanes;
+constexpr int64_t kWord = 4;  // bytes
 // Sums longer than this are split: error grows with the square root of the block length instead of the whole length.
 constexpr int64_t kSumBlock = 128;
 
 // c + a b, word by word.
 template <bool kPairs, class Trait = V>
-LORAACCEL_INLINE Trait::F step(const typename Trait::F& a, const typename Trait::F& b,
-                               const typename Trait::F& c) {
+LORAACCEL_INLINE Trait::F multiply(const typename Trait::F& a, const typename Trait::F& b,
+                                   const typename Trait::F& c) {
   if constexpr (kPairs) {
     return Trait::dot_pairs(a, b, c);
   } else {
@@ -53,11 +55,13 @@ inline void store_two(T* p, int n, const V::F* v) {
   }
 }
 
-// acc[i] += sum over k of left[i][k] right[k], `depth` words; `stride` bytes between rows of left. Three rows share a
-// base pointer: base, base + stride and base + 2 stride are one addressing mode each, so that 14 rows need 5 registers.
+// acc[i] += sum over k of left[i][k] right[k], `depth` words; `stride` bytes between rows of left, `step` between its
+// columns. Three rows share a base pointer: base, base + stride and base + 2 stride are one addressing mode each, so that
+// 14 rows need 5 registers.
 template <bool kPairs, int MR, class TR>
 LORAACCEL_INLINE void multiply_add(V::F (&acc)[MR][2], const char* left, int64_t stride,
-                                   const TR* right, int64_t right_stride, int n, int64_t depth) {
+                                   int64_t step, const TR* right, int64_t right_stride, int n,
+                                   int64_t depth) {
   constexpr int kBases = (MR + 2) / 3;
   const char* base[kBases];
 #pragma GCC unroll 8
@@ -75,11 +79,11 @@ LORAACCEL_INLINE void multiply_add(V::F (&acc)[MR][2], const char* left, int64_t
       float word;
       memcpy(&word, base[i / 3] + (i % 3) * stride, sizeof word);
       const V::F a = V::set1(word);
-      acc[i][0] = step<kPairs>(a, r[0], acc[i][0]);
-      acc[i][1] = step<kPairs>(a, r[1], acc[i][1]);
+      acc[i][0] = multiply<kPairs>(a, r[0], acc[i][0]);
+      acc[i][1] = multiply<kPairs>(a, r[1], acc[i][1]);
     }
 #pragma GCC unroll 8
-    for (int b = 0; b < kBases; ++b) base[b] += sizeof(float);
+    for (int b = 0; b < kBases; ++b) base[b] += step;
   }
 }
 
@@ -116,18 +120,17 @@ LORAACCEL_INLINE void fold(V::F (&acc)[MR][2], Total* total) {
 
 // The sum over `depth` in blocks: all but the last block go through `total`, the last one stays in acc.
 template <int MR, class TR>
-LORAACCEL_INLINE void multiply_add_blocked(V::F (&acc)[MR][2], Total* total, const float* left,
-                                           int64_t stride, const TR* right, int64_t right_stride,
-                                           int n, int64_t depth) {
-  const char* bytes = (const char*)left;
+LORAACCEL_INLINE void multiply_add_blocked(V::F (&acc)[MR][2], Total* total, const char* left,
+                                           int64_t stride, int64_t step, const TR* right,
+                                           int64_t right_stride, int n, int64_t depth) {
   while (depth > kSumBlock) {
-    multiply_add<false, MR>(acc, bytes, stride, right, right_stride, n, kSumBlock);
+    multiply_add<false, MR>(acc, left, stride, step, right, right_stride, n, kSumBlock);
     fold<MR>(acc, total);
-    bytes += kSumBlock * sizeof(float);
+    left += kSumBlock * step;
     right += kSumBlock * right_stride;
     depth -= kSumBlock;
   }
-  multiply_add<false, MR>(acc, bytes, stride, right, right_stride, n, depth);
+  multiply_add<false, MR>(acc, left, stride, step, right, right_stride, n, depth);
 }
 
 template <int MR, bool kPairs, class TC>
@@ -141,18 +144,17 @@ void product_tile(const PanelProduct& p, int64_t row) {
   const float* panel = (const float*)p.panel;
   if constexpr (kPairs) {
     // One block: the products are of 8 bits each, and what reads the sum is a bfloat16 or close to one.
-    multiply_add<true, MR>(acc, left, p.left_stride, panel, kWidth, kWidth, p.depth);
+    multiply_add<true, MR>(acc, left, p.left_stride, kWord, panel, kWidth, kWidth, p.depth);
   } else if (p.depth > 0) {
-    multiply_add_blocked<MR>(acc, &total, (const float*)left, p.left_stride, panel, kWidth, kWidth,
+    multiply_add_blocked<MR>(acc, &total, left, p.left_stride, kWord, panel, kWidth, kWidth,
                              p.depth);
   }
   if (p.depth2 > 0) {
     // A long one is a block of its own: in the accumulator of the first product each of its steps would be rounded at
     // that one's size. (Beside the rounding of a bfloat16 result that is nothing.)
     if (!kPairs && p.depth > 0 && p.depth2 > kSumBlock / 8) fold<MR>(acc, &total);
-    multiply_add_blocked<MR>(acc, &total, p.left2 + row * p.left2_stride,
-                             p.left2_stride * (int64_t)sizeof(float), p.panel2, kWidth, kWidth,
-                             p.depth2);
+    multiply_add_blocked<MR>(acc, &total, (const char*)(p.left2 + row * p.left2_stride),
+                             p.left2_stride * kWord, kWord, p.panel2, kWidth, kWidth, p.depth2);
   }
   V::F bias[2] = {V::zero(), V::zero()};
   if (p.bias != nullptr) load_two(p.bias, kWidth, bias);
@@ -366,7 +368,7 @@ struct DotStep<BFloat16, BFloat16, Trait> {
 };
 
 // Dot products of MX rows of x with NA rows of a, both along k.
-template <int MX, int NA, class TX, class TA>
+template <int MX, int NA, class TX, class TA, class Trait = V>
 void dot_tile(const TX* x, int64_t x_stride, const TA* a, int64_t a_stride, float scale, float* out,
               int64_t out_stride, int64_t k) {
   using Step = DotStep<TX, TA, V>;
@@ -410,8 +412,12 @@ void dot_tile(const TX* x, int64_t x_stride, const TA* a, int64_t a_stride, floa
     }
 #pragma GCC unroll 8
     for (int i = 0; i < MX; ++i) {
+      if constexpr (NA == 8) {
+        Trait::add_sums(acc[i], total[i]);
+      } else {
 #pragma GCC unroll 8
-      for (int j = 0; j < NA; ++j) total[i][j] += V::sum(acc[i][j]);
+        for (int j = 0; j < NA; ++j) total[i][j] += V::sum(acc[i][j]);
+      }
     }
   }
   for (int i = 0; i < MX; ++i) {
@@ -475,12 +481,13 @@ void outer_tile(const float* left, int64_t left_stride, const TR* right, int64_t
   for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
   alignas(64) float memory[MR * kWidth];
   Total total(memory);
-  const int64_t bytes = left_stride * (int64_t)sizeof(float);
+  const char* first = (const char*)left;
+  const int64_t step = left_stride * kWord;
   // Two copies of the loop: the one with the constant has no test for the right edge in it.
   if (n == kWidth) {
-    multiply_add_blocked<MR>(acc, &total, left, bytes, right, right_stride, kWidth, m);
+    multiply_add_blocked<MR>(acc, &total, first, kWord, step, right, right_stride, kWidth, m);
   } else {
-    multiply_add_blocked<MR>(acc, &total, left, bytes, right, right_stride, n, m);
+    multiply_add_blocked<MR>(acc, &total, first, kWord, step, right, right_stride, n, m);
   }
   for (int i = 0; i < MR; ++i, out += out_stride) {
     V::F v[2] = {acc[i][0], acc[i][1]};
@@ -516,7 +523,7 @@ void outer_of(const float* left, int64_t left_stride, const void* right_v, int64
   for (int64_t col = 0; col < n; col += kWidth) {
     const int cols = (int)(n - col < kWidth ? n - col : kWidth);
     for (int64_t row = 0; row < r; row += V::kRows) {
-      outer_rows<V::kRows, TR>(left + row * left_stride, left_stride, right + col, right_stride,
+      outer_rows<V::kRows, TR>(left + row, left_stride, right + col, right_stride,
                                out + row * out_stride + col, out_stride, r - row, m, cols, add);
     }
   }

@@ -84,7 +84,7 @@ struct LoraSimd {
   void (*dot)(DType x_dtype, const void* x, int64_t x_stride, DType a_dtype, const void* a,
               int64_t a_stride, float scale, float* out, int64_t out_stride, int64_t m, int64_t r,
               int64_t k);
-  // out[r][n] (+)= sum_m left[r][m] right[m][n], columns [0, n) of right and out. The sum over m runs in blocks
+  // out[r][n] (+)= sum_m left[m][r] right[m][n], columns [0, n) of right and out. The sum over m runs in blocks
   // of fixed size, so that the result does not depend on how the columns are split among threads.
   void (*outer)(const float* left, int64_t left_stride, DType right_dtype, const void* right,
                 int64_t right_stride, float* out, int64_t out_stride, int64_t r, int64_t m,

@@ -21,11 +21,7 @@ struct V : Neon {
   static F dot_pairs(F a, F b, F c) {
     return vbfdotq_f32(c, vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
   }
-  static F load_words(const BFloat16* p) {
-    F words;
-    memcpy(&words, p, sizeof words);
-    return words;
-  }
+  static F load_words(const BFloat16* p) { return vreinterpretq_f32_u16(vld1q_u16(&p->bits)); }
   static F pair(F low, F high) {
     return vreinterpretq_f32_u32(
         vsriq_n_u32(vreinterpretq_u32_f32(high), vreinterpretq_u32_f32(low), 16));
@@ -35,10 +31,7 @@ struct V : Neon {
   using Neon::store_n;
   // Bit for bit what the arithmetic of the base does, in one instruction.
   static uint16x4_t narrowed(F v) { return vreinterpret_u16_bf16(vcvt_bf16_f32(v)); }
-  static void store(BFloat16* p, F v) {
-    const uint16x4_t bits = narrowed(v);
-    memcpy(p, &bits, sizeof bits);
-  }
+  static void store(BFloat16* p, F v) { vst1_u16(&p->bits, narrowed(v)); }
   static void store_n(BFloat16* p, F v, int n) { store_bits(&p->bits, narrowed(v), n); }
 };
 
