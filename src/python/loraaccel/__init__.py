@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loraaccel._native import __version__
+from loraaccel._packing import set_packing
 from loraaccel._runtime import info, kernels, set_num_threads
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "lora_qkv",
     "patch",
     "set_num_threads",
+    "set_packing",
     "unpatch",
 ]
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraaccel import _eager, _native, _runtime
+from loraaccel import _eager, _native, _packing, _runtime
 
 _native.load_operators()
 _runtime.apply_num_threads()
 
 forward_op = torch.ops.loraaccel.lora_linear.default
 backward_op = torch.ops.loraaccel.lora_linear_backward.default
+pack_op = torch.ops.loraaccel.pack_weight.default
 
 _DOUBLE_BACKWARD = (
     "loraaccel::lora_linear: the gradient of a gradient (create_graph=True) is not supported. Compute it inside "
@@ -70,14 +71,24 @@ def forward_below(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, hidden, and x and weight in the type they were used in; nothing is recorded for a backward pass."""
     if cast is None:
+        packed = kept_packing(weight, x, False)
         with _below_autograd():
-            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed)
         return y, hidden, x, weight
+    given = weight
     x, weight = x.to(cast), weight.to(cast)
     bias = None if bias is None else bias.to(cast)
+    packed = kept_packing(weight, x, False) if weight is given else None
     with _below_autograd(), torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
-        y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)
+        y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed)
     return y, hidden, x, weight
+
+
+def kept_packing(weight: Tensor, x: Tensor, for_input_gradient: bool) -> Tensor | None:
+    """What loraaccel.set_packing() lets a call use."""
+    if _packing.policy != "always":
+        return None
+    return _packing.kept(weight, math.prod(x.shape[:-1]), for_input_gradient, pack_op)
 
 
 class LoraLinearFunction(torch.autograd.Function):
@@ -126,8 +137,12 @@ class LoraLinearFunction(torch.autograd.Function):
             computed = _batched_backward(grad, x, weight, adapters, hidden, ctx.scalings, ctx.dropouts, mask)
         else:
             a, b = adapters[0::2], adapters[1::2]
+            # (A cast weight is another tensor in each call.)
+            packed = kept_packing(weight, grad, True) if needs[0] and ctx.dtypes is None else None
             with _below_autograd():
-                computed = backward_op(grad, x, weight, a, b, hidden, ctx.scalings, ctx.dropouts, seed, mask)
+                computed = backward_op(
+                    grad, x, weight, a, b, hidden, ctx.scalings, ctx.dropouts, seed, mask, packed
+                )
         wanted = iter(computed)
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
         if ctx.dtypes is not None:
@@ -185,6 +200,7 @@ def _forward_fake(
     scalings: list[float],
     dropouts: list[float],
     seed: Tensor | None,
+    packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = "lora_linear"
     _check_devices(op, x, seed, weight=weight, bias=bias, lora_A=lora_A, lora_B=lora_B)
@@ -206,6 +222,13 @@ def _forward_fake(
     return y, x.new_empty((math.prod(x.shape[:-1]), rank), dtype=sums)
 
 
+@torch.library.register_fake("loraaccel::pack_weight")
+def _pack_fake(weight: Tensor, for_input_gradient: bool) -> Tensor:
+    # The size depends on the CPU.
+    bytes_ = torch.library.get_ctx().new_dynamic_size(min=64)
+    return weight.new_empty(bytes_, dtype=torch.uint8)
+
+
 @torch.library.register_fake("loraaccel::lora_linear_backward")
 def _backward_fake(
     grad: Tensor,
@@ -218,6 +241,7 @@ def _backward_fake(
     dropouts: list[float],
     seed: Tensor | None,
     output_mask: list[bool],
+    packed: Tensor | None = None,
 ) -> list[Tensor]:
     _check_devices(
         "lora_linear_backward", x, seed, grad=grad, weight=weight, hidden=hidden, lora_A=lora_A, lora_B=lora_B
@@ -237,8 +261,9 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed = inputs
+    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed = inputs
     hidden = output[1]
+    ctx.has_packed = packed is not None  # the dispatcher drops arguments that are their defaults
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, hidden, seed, *lora_a, *lora_b)
@@ -255,14 +280,15 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     numbers: list[None] | None = (
         None if n else []
     )  # an empty list of numbers is taken for an empty list of tensors
+    rest = (None,) * (2 if ctx.has_packed else 1)
     if grad is None:
-        return None, None, None, [None] * n, [None] * n, numbers, numbers, None
+        return (None, None, None, [None] * n, [None] * n, numbers, numbers, *rest)
     lora_a, lora_b = adapters[:n], adapters[n:]
     wanted = iter(
         backward_op(grad, x, weight, lora_a, lora_b, hidden, ctx.scalings, ctx.dropouts, seed, ctx.wanted)
     )
     gx, gw, gb, *gab = [next(wanted) if m else None for m in ctx.wanted]
-    return gx, gw, gb, gab[0::2], gab[1::2], numbers, numbers, None
+    return (gx, gw, gb, gab[0::2], gab[1::2], numbers, numbers, *rest)
 
 
 def _backward_of_backward(ctx: Any, *grads: Any) -> Any:
@@ -292,6 +318,7 @@ def _autocast_forward(
     scalings: list[float],
     dropouts: list[float],
     seed: Tensor | None,
+    packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Direct calls of the operator under autocast: x, weight, bias in autocast's type as in F.linear; adapters stay."""
     cast = autocast_dtype(x, weight)
@@ -299,7 +326,7 @@ def _autocast_forward(
         if cast is not None:
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
-        return forward_op(x, weight, bias, lora_A, lora_B, scalings, dropouts, seed)
+        return forward_op(x, weight, bias, lora_A, lora_B, scalings, dropouts, seed, packed)
 
 
 _library = torch.library.Library("loraaccel", "IMPL")

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from typing import Any
 
-from loraaccel import _core, _native, _state
+from loraaccel import _core, _native, _packing, _state
 
 
 def _operators() -> ctypes.CDLL | None:
@@ -77,7 +77,9 @@ def info() -> dict[str, Any]:
     version, switch ("on" or "off"); torch: version, path ("operators" or None), problem (a sentence or None);
     cpu: features; threads: core, requested; kernels: as kernels(); kernel_calls: operator calls by kernel, backward
     included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
-    began (calls inside torch.compile'd code are not seen by the interpreter and so not counted).
+    began (calls inside torch.compile'd code are not seen by the interpreter and so not counted); packing: policy,
+    budget_bytes, and of the packed weights kept by set_packing("always") the bytes now, their number, and how often one
+    was used (hits), made (packed), given up (dropped) or did not fit (over_budget).
     """
     torch = sys.modules.get("torch")
     problem = _torch_problem()
@@ -93,5 +95,6 @@ def info() -> dict[str, Any]:
         "threads": {"core": _core.num_threads(), "requested": _wanted["threads"]},
         "kernels": kernels(),
         "kernel_calls": _kernel_calls(),
+        "packing": _packing.report(),
         "calls": {"fused": dict(_state.fused), "fallback": dict(_state.fallback)},
     }
