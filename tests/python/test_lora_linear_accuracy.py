@@ -19,7 +19,7 @@ from reference.calls import Call, Results, make_call, operator, run
 from reference.tolerance import ErrorRatio
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-CHOSEN = ["avx512", "avx2", "torch"]
+CHOSEN = ["avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "torch"]
 AVAILABLE = [k["name"] for k in loraaccel.kernels() if k["op"] == "lora_linear" and k["available"]]
 # M, K, N, R: an ordinary layer; rank near K; sums as long as a block of MKL's and longer; few rows.
 SHAPES = [
@@ -110,6 +110,23 @@ def test_error_of_each_float32_kernel_is_no_larger_than_eagers(
 ) -> None:
     force_kernel(kernel)
     compare(shape, (F32, F32), update=update)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize(
+    "dtypes",
+    [(BF16, BF16), (F16, F16), (BF16, F32)],
+    ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d),
+)
+@pytest.mark.parametrize("kernel", [k for k in CHOSEN if k in AVAILABLE])
+def test_error_of_each_16_bit_kernel_is_no_larger_than_eagers(
+    kernel: str,
+    shape: tuple[int, int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    force_kernel: Callable[[str], None],
+) -> None:
+    force_kernel(kernel)
+    compare(shape, dtypes)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from reference import lora_linear as formula
 from reference.calls import check, function, make_call, run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-NAMES = ["avx512", "avx2", "torch", "portable", "ref"]
+NAMES = ["avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "torch", "portable", "ref"]
 
 
 # ---- kernels, info ---------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def test_kernels_lists_every_kernel_in_order_of_choice() -> None:
     available = {k["name"] for k in kernels if k["available"]}
     assert {"torch", "portable", "ref"} <= available
     features = loraaccel.info()["cpu"]["features"]
-    for name in ("avx512", "avx2"):
+    for name in NAMES[:5]:
         assert (name in features) or (name not in available)
 
 
@@ -45,10 +45,11 @@ def test_the_first_kernel_that_accepts_is_the_one_that_runs(
 ) -> None:
     monkeypatch.delenv("LORAACCEL_FORCE_KERNEL", raising=False)
     best = next(k["name"] for k in loraaccel.kernels() if k["available"])
-    run(make_call((128,), 32, 24, 4))
-    assert kernel_calls() == {best: 2}
-    run(make_call((128,), 32, 24, 4, (torch.bfloat16, torch.bfloat16)))
-    assert kernel_calls().get("torch", 0) >= 2
+    for dtype in (torch.float32, torch.float16):
+        run(make_call((128,), 32, 24, 4, (dtype, dtype)))
+    assert kernel_calls() == {best: 4}
+    run(make_call((128,), 32, 24, 4, (torch.float64, torch.float64)))
+    assert kernel_calls() == {best: 4, "torch": 2}
 
 
 def test_info_says_what_is_there_and_what_ran(kernel_calls: Callable[[], dict[str, int]]) -> None:
@@ -58,6 +59,8 @@ def test_info_says_what_is_there_and_what_ran(kernel_calls: Callable[[], dict[st
     assert set(before) == {
         "version",
         "switch",
+        "packing",
+        "choice",
         "torch",
         "cpu",
         "threads",

@@ -16,6 +16,7 @@ from loraaccel import _eager, _native, _packing, _runtime
 
 _native.load_operators()
 _runtime.apply_num_threads()
+_runtime.apply_choice(torch.__version__)
 
 forward_op = torch.ops.loraaccel.lora_linear.default
 backward_op = torch.ops.loraaccel.lora_linear_backward.default

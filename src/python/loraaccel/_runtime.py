@@ -6,11 +6,11 @@ import ctypes
 import sys
 from typing import Any
 
-from loraaccel import _core, _native, _packing, _state
+from loraaccel import _choice, _core, _native, _packing, _state
 
 
-def _operators() -> ctypes.CDLL | None:
-    """libloraaccel, once load_operators() has put it into the process."""
+def operators() -> ctypes.CDLL | None:
+    """libloraaccel, once loadoperators() has put it into the process."""
     if not _native.load_operators.cache_info().currsize:
         return None
     library = ctypes.CDLL(str(_native.library_path("loraaccel")))
@@ -35,7 +35,7 @@ def set_num_threads(n: int) -> None:
     """
     _core.set_num_threads(n)
     _wanted["threads"] = n
-    library = _operators()
+    library = operators()
     if library is not None:
         library.loraaccel_torch_set_num_threads(ctypes.c_int(n))
 
@@ -47,6 +47,13 @@ def apply_num_threads() -> None:
     """Tells a freshly loaded libloraaccel what set_num_threads() said before."""
     if _wanted["threads"]:
         set_num_threads(_wanted["threads"])
+
+
+def apply_choice(torch_version: str) -> None:
+    """Tells a freshly loaded libloraaccel what `loraaccel tune` measured."""
+    library = operators()
+    if library is not None:
+        _choice.apply(library, torch_version)
 
 
 def _torch_problem() -> str | None:
@@ -62,13 +69,18 @@ def _torch_problem() -> str | None:
 
 
 def _kernel_calls() -> dict[str, int]:
-    library = _operators()
+    library = operators()
     if library is None:
         return {}
     size = 16
     names, calls = (ctypes.c_char_p * size)(), (ctypes.c_int64 * size)()
     count = library.loraaccel_torch_kernel_calls(names, calls, size)
     return {name.decode(): calls[i] for i, name in enumerate(names[:count]) if name is not None}
+
+
+def _choice_report() -> dict[str, Any]:
+    library = operators()
+    return {"source": _choice.source, "rows": None if library is None else _choice.in_force(library)}
 
 
 def info() -> dict[str, Any]:
@@ -79,7 +91,9 @@ def info() -> dict[str, Any]:
     included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
     began (calls inside torch.compile'd code are not seen by the interpreter and so not counted); packing: policy,
     budget_bytes, and of the packed weights kept by set_packing("always") the bytes now, their number, and how often one
-    was used (hits), made (packed), given up (dropped) or did not fit (over_budget).
+    was used (hits), made (packed), given up (dropped) or did not fit (over_budget);
+    choice: from how many rows on torch's GEMM is borrowed, by type (None: never), and the source: "model" or the date
+    of `loraaccel tune`.
     """
     torch = sys.modules.get("torch")
     problem = _torch_problem()
@@ -96,5 +110,6 @@ def info() -> dict[str, Any]:
         "kernels": kernels(),
         "kernel_calls": _kernel_calls(),
         "packing": _packing.report(),
+        "choice": _choice_report(),
         "calls": {"fused": dict(_state.fused), "fallback": dict(_state.fallback)},
     }

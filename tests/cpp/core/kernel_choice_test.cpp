@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "loraaccel/kernels.h"
 #include "support/env.h"
 #include "support/lora_problem.h"
 
@@ -108,14 +109,36 @@ TEST(LoraLinearChoice, EveryAvailableKernelRunsWhenForced) {
 
 TEST(LoraLinearChoice, MatrixUnitsAreTheHosts) {
   CpuFeatures features;
-  EXPECT_FALSE(matrix_unit_wins(features, DType::kBFloat16, 1024));
+  EXPECT_EQ(modelled_borrowing_rows(features, DType::kBFloat16), INT64_MAX);
   features.amx_bf16 = true;
-  EXPECT_TRUE(matrix_unit_wins(features, DType::kBFloat16, 17));
-  EXPECT_FALSE(matrix_unit_wins(features, DType::kBFloat16, 16));
-  EXPECT_FALSE(matrix_unit_wins(features, DType::kFloat16, 1024));
-  EXPECT_FALSE(matrix_unit_wins(features, DType::kFloat32, 1024));
+  EXPECT_EQ(modelled_borrowing_rows(features, DType::kBFloat16), 17);
+  EXPECT_EQ(modelled_borrowing_rows(features, DType::kFloat16), INT64_MAX);
+  EXPECT_EQ(modelled_borrowing_rows(features, DType::kFloat32), INT64_MAX);
   features.amx_fp16 = true;
-  EXPECT_TRUE(matrix_unit_wins(features, DType::kFloat16, 1024));
+  EXPECT_EQ(modelled_borrowing_rows(features, DType::kFloat16), 17);
+}
+
+TEST(LoraLinearChoice, MeasuredRowsDecide) {
+  LoraCase c;
+  const LoraProblem problem(c);
+  TestHost host;
+  const int64_t model = borrowing_rows(c.dtype);
+  const auto ran = [&](int64_t rows, const ExecContext& ctx) {
+    set_borrowing_rows(c.dtype, rows);
+    host.kernel_ran = nullptr;
+    EXPECT_TRUE(problem.forward(ctx, "").status.ok());
+    const std::string forward = host.kernel_ran;
+    EXPECT_TRUE(problem.backward(ctx, "").status.ok());
+    EXPECT_EQ(host.kernel_ran, forward);
+    set_borrowing_rows(c.dtype, 0);
+    EXPECT_EQ(borrowing_rows(c.dtype), model);
+    return forward;
+  };
+  EXPECT_EQ(ran(1, host.lending_context()), "torch");
+  EXPECT_EQ(ran(c.m, host.lending_context()), "torch");
+  EXPECT_NE(ran(c.m + 1, host.lending_context()), "torch");
+  EXPECT_NE(ran(INT64_MAX, host.lending_context()), "torch");
+  EXPECT_NE(ran(1, host.context()), "torch") << "nothing to borrow";
 }
 
 void expect_unavailable(const Status& status, const char* forced, const std::string& reason) {

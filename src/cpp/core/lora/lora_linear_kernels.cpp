@@ -1,9 +1,12 @@
 #include "lora/lora_linear_kernels.h"
 
+#include <atomic>
+
 #include "cpu/cpu_features.h"
 #include "kernel_choice.h"
 #include "lora/lora_own.h"
 #include "lora/operands.h"
+#include "loraaccel/kernels.h"
 
 namespace loraaccel {
 namespace {
@@ -41,10 +44,8 @@ const char* needs_lender(bool host_lends_gemm) {
 
 const char* own_declines(const ExecContext& ctx, const TensorView& x) {
   if (x.dtype == DType::kFloat64) return "the operands are float64";
-  if (ctx.gemm != nullptr && forced_kernel() == nullptr &&
-      matrix_unit_wins(cpu_features_detected(), x.dtype, x.rows())) {
-    return "the CPU has a matrix unit (AMX) for this type, and the host lends a GEMM";
-  }
+  if (ctx.gemm != nullptr && x.rows() >= borrowing_rows(x.dtype) && forced_kernel() == nullptr)
+    return "the host's GEMM is faster here for this type and number of rows";
   return nullptr;
 }
 
@@ -130,12 +131,30 @@ constexpr LoraLinearKernel kKernels[] = {
 
 std::span<const LoraLinearKernel> lora_linear_kernels() { return kKernels; }
 
-bool matrix_unit_wins(const CpuFeatures& features, DType dtype, int64_t rows) {
+int64_t modelled_borrowing_rows(const CpuFeatures& features, DType dtype) {
   // With fewer rows the time is that of reading W, whoever reads it.
-  constexpr int64_t kReadingBound = 16;
-  if (rows <= kReadingBound) return false;
-  return (dtype == DType::kBFloat16 && features.amx_bf16) ||
-         (dtype == DType::kFloat16 && features.amx_fp16);
+  constexpr int64_t kNoLongerReadingBound = 17;
+  const bool matrix_unit = (dtype == DType::kBFloat16 && features.amx_bf16) ||
+                           (dtype == DType::kFloat16 && features.amx_fp16);
+  return matrix_unit ? kNoLongerReadingBound : INT64_MAX;
+}
+
+namespace {
+
+constexpr int kDTypes = 4;
+std::atomic<int64_t> measured_rows[kDTypes];  // 0: not measured
+
+}  // namespace
+
+int64_t borrowing_rows(DType dtype) {
+  const int64_t measured =
+      measured_rows[static_cast<int>(dtype) % kDTypes].load(std::memory_order_relaxed);
+  return measured != 0 ? measured : modelled_borrowing_rows(cpu_features_detected(), dtype);
+}
+
+void set_borrowing_rows(DType dtype, int64_t rows) {
+  measured_rows[static_cast<int>(dtype) % kDTypes].store(rows < 0 ? 0 : rows,
+                                                         std::memory_order_relaxed);
 }
 
 const LoraSimd& lora_simd_best() {

@@ -24,8 +24,9 @@ struct LoraLinearKernel {
 // For operands on the CPU, best first: our own by instruction set, torch, portable, ref. The last accepts everything.
 std::span<const LoraLinearKernel> lora_linear_kernels();
 
-// True where a host's GEMM on a matrix unit (torch's is oneDNN) beats our vector kernels, which know no such unit.
-bool matrix_unit_wins(const CpuFeatures& features, DType dtype, int64_t rows);
+// The model behind borrowing_rows(): a host's GEMM on a matrix unit (torch's is oneDNN) beats our vector kernels, which
+// know no such unit.
+int64_t modelled_borrowing_rows(const CpuFeatures& features, DType dtype);
 
 // Plain loops with sums in double: oracle, fallback and baseline.
 Status lora_group_forward_ref(const ExecContext& ctx, const char* op, const LoraQkvArgs& args);

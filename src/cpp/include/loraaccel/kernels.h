@@ -1,8 +1,11 @@
 // What kernels exist, best first, and which of them this machine can run.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
+
+#include "loraaccel/dtype.h"
 
 namespace loraaccel {
 
@@ -20,6 +23,13 @@ std::vector<KernelInfo> list_kernels(bool host_lends_gemm = false);
 
 // Instruction sets of this CPU that the kernels know, e.g. {"sse4.2", "avx2", "fma", "f16c", "avx512"}.
 std::vector<std::string> cpu_features();
+
+// From how many rows of x on an operator borrows the host's GEMM for operands of this type, where there is one, instead of
+// running a kernel of ours; INT64_MAX: never. The default is a model: matrix units (AMX) belong to the host from 17 rows
+// on, all else is ours. set_borrowing_rows: what was measured on this machine, at least 1; 0 brings the model back. It
+// holds for the whole process, and not for kernels that LORAACCEL_FORCE_KERNEL names. float64 is always borrowed.
+int64_t borrowing_rows(DType dtype);
+void set_borrowing_rows(DType dtype, int64_t rows);
 
 // A JSON object for bug reports: version, compiler, CPU features, kernels, threads.
 std::string describe_json();

@@ -118,6 +118,14 @@ def show(report: dict[str, Any]) -> None:
     for k in info["kernels"]:
         kernels.add_row(k["op"], k["name"], "yes" if k["available"] else f"no: {k['reason']}")
     console.print(kernels)
+    choice = info["choice"]
+    if choice["rows"] is not None:
+        rows = ", ".join(
+            f"{t} {'never' if n is None else f'from {n} rows on'}" for t, n in choice["rows"].items()
+        )
+        console.print(
+            f"torch's GEMM instead of ours: {rows} (by {choice['source']}; `loraaccel tune` measures)"
+        )
     packages = Table("package", "version", "used for", title="packages")
     for name, version in report["packages"].items():
         packages.add_row(name, version or "-", OPTIONAL[name])

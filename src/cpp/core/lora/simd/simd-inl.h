@@ -150,9 +150,9 @@ void product_tile(const PanelProduct& p, int64_t row) {
                              p.depth);
   }
   if (p.depth2 > 0) {
-    // A long one is a block of its own: in the accumulator of the first product each of its steps would be rounded at
-    // that one's size. (Beside the rounding of a bfloat16 result that is nothing.)
-    if (!kPairs && p.depth > 0 && p.depth2 > kSumBlock / 8) fold<MR>(acc, &total);
+    // A block of its own: in the accumulator of the first product each of its steps would be rounded at that one's size.
+    // (Beside the rounding of a bfloat16 result that is nothing.)
+    if (!kPairs && p.depth > 0) fold<MR>(acc, &total);
     multiply_add_blocked<MR>(acc, &total, (const char*)(p.left2 + row * p.left2_stride),
                              p.left2_stride * kWord, kWord, p.panel2, kWidth, kWidth, p.depth2);
   }

@@ -19,10 +19,15 @@ struct V : Avx512 {
   static constexpr bool kPairs = true;
 
   static F dot_pairs(F a, F b, F c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-  // (Rounds as the base's code does, but a result below 2^-126 becomes zero.)
   using Avx512::store;
   using Avx512::store_n;
-  static __m256i narrowed(F v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+  // The instruction rounds as the base's code does, except that it makes zeros of subnormal numbers.
+  static __m256i narrowed(F v) {
+    constexpr int kSubnormal = 0x20;
+    if (__builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) != 0, 0))
+      return Avx512::narrow(v, BFloat16{});
+    return (__m256i)_mm512_cvtneps_pbh(v);
+  }
   static void store(BFloat16* p, F v) { _mm256_storeu_si256((__m256i*)p, narrowed(v)); }
   static void store_n(BFloat16* p, F v, int n) {
     _mm256_mask_storeu_epi16(p, first(n), narrowed(v));
