@@ -13,9 +13,16 @@ struct LayerNames {
   const char* op;
   bool single = false;                      // one layer that needs no name
   std::span<const char* const> names = {};  // of the layers; none: "projection 0", ...
+  const char* all = "";                     // of what belongs to all of them
 
   std::string layer(size_t j) const;
 };
+
+// The checks of a call, nothing else.
+Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
+                           const LoraQkvArgs& args);
+Status check_group_backward(const LayerNames& names, const ExecContext& ctx,
+                            const LoraQkvBackwardArgs& args);
 
 // Check, choose a kernel, run it.
 Status group_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args);

@@ -41,7 +41,7 @@ Status check_forward(const LayerNames& names, const ExecContext& ctx, const Lora
     LORAACCEL_RETURN_IF_ERROR(apart_from_all(check, "y", p.y, {args.x, p.bias}, args.projections));
     rank += total_rank(p.adapters);
   }
-  check.set_layer({});
+  check.set_layer(names.all);
   if (rank == 0) return Status();
   LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, rank));
   return apart_from_all(check, "hidden", args.h, {args.x}, args.projections);
@@ -100,7 +100,7 @@ Status check_backward(const LayerNames& names, const ExecContext& ctx,
     LORAACCEL_RETURN_IF_ERROR(check_gradients(check, args, p, &needs_hidden));
     rank += total_rank(p.adapters);
   }
-  check.set_layer({});
+  check.set_layer(names.all);
   if (args.dx.defined()) {
     LORAACCEL_RETURN_IF_ERROR(
         check.matrix("grad_x", args.dx, args.x.rows(), args.x.cols(), "M, K"));
@@ -162,6 +162,16 @@ Status run_kernel(const char* op, const ExecContext& ctx, const Args& args,
 std::string LayerNames::layer(size_t j) const {
   if (single) return {};
   return names.empty() ? "projection " + std::to_string(j) : names[j];
+}
+
+Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
+                           const LoraQkvArgs& args) {
+  return check_forward(names, ctx, args);
+}
+
+Status check_group_backward(const LayerNames& names, const ExecContext& ctx,
+                            const LoraQkvBackwardArgs& args) {
+  return check_backward(names, ctx, args);
 }
 
 Status group_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args) {

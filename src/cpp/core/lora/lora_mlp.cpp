@@ -1,6 +1,8 @@
 #include "loraaccel/lora_mlp.h"
 
 #include <cmath>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "lora/checks.h"
@@ -16,9 +18,11 @@ constexpr const char* kPlain[] = {"up"};
 constexpr const char* kDown[] = {"down"};
 
 LayerNames inner_names(const char* op, size_t count) {
-  if (count == 1) return {.op = op, .names = kPlain};
-  return {.op = op, .names = kGated};
+  if (count == 1) return {.op = op, .names = kPlain, .all = "up"};
+  return {.op = op, .names = kGated, .all = "gate and up"};
 }
+
+LayerNames down_names(const char* op) { return {.op = op, .names = kDown, .all = "down"}; }
 
 // Inner layers, their outputs and the down layer fit together. `y` is output j of the inner layers.
 template <class Layers, class Outputs>
@@ -52,6 +56,40 @@ Status check_block(const Checker& check, const TensorView& x, const Layers& inne
   }
   return Status();
 }
+
+// An output of one layer shares no memory with what another one reads: each group checks its own operands only.
+class Operands {
+ public:
+  void reads(const TensorView& v) { reads_.push_back(v); }
+  template <class Layer>
+  void reads_layer(const Layer& layer) {
+    reads(layer.w);
+    for (const LoraAdapter& ad : layer.adapters) {
+      reads(ad.a);
+      reads(ad.b);
+    }
+  }
+  void writes(const std::string& name, const TensorView& v) {
+    if (v.defined()) writes_.emplace_back(name, v);
+  }
+  void writes_gradients(const std::string& layer, const LoraProjectionBackward& p) {
+    writes(layer + ": grad_weight", p.dw);
+    writes(layer + ": grad_bias", p.dbias);
+    for (const TensorView& v : p.da) writes(layer + ": grad_A", v);
+    for (const TensorView& v : p.db) writes(layer + ": grad_B", v);
+  }
+  Status check(const Checker& check) const {
+    for (const auto& [name, out] : writes_) {
+      for (const TensorView& in : reads_)
+        LORAACCEL_RETURN_IF_ERROR(check.apart(name.c_str(), out, {in}, {}));
+    }
+    return Status();
+  }
+
+ private:
+  std::vector<TensorView> reads_;
+  std::vector<std::pair<std::string, TensorView>> writes_;
+};
 
 double value_of(Activation kind, double v, double* slope) {
   switch (kind) {
@@ -123,6 +161,42 @@ struct Activations {
   }
 };
 
+Status check_apart(const Checker& check, const LoraMlpArgs& args) {
+  Operands operands;
+  const LayerNames names = inner_names("", args.inner.size());
+  operands.reads(args.x);
+  operands.reads_layer(args.down);
+  operands.reads(args.down.bias);
+  for (size_t j = 0; j < args.inner.size(); ++j) {
+    operands.reads_layer(args.inner[j]);
+    operands.reads(args.inner[j].bias);
+    operands.writes(names.layer(j) + ": y", args.inner[j].y);
+  }
+  operands.writes("hidden of the inner layers", args.h_inner);
+  operands.writes("hidden of down", args.h_down);
+  operands.writes("down: y", args.down.y);
+  LORAACCEL_RETURN_IF_ERROR(operands.check(check));
+  // What the inner layers wrote is read by down's backward pass.
+  for (const LoraProjection& p : args.inner)
+    LORAACCEL_RETURN_IF_ERROR(check.apart("down: y", args.down.y, {p.y, args.h_inner}, {}));
+  return check.apart("hidden of down", args.h_down, {args.down.y, args.h_inner}, {});
+}
+
+Status check_apart(const Checker& check, const LoraMlpBackwardArgs& args) {
+  Operands operands;
+  const LayerNames names = inner_names("", args.inner.size());
+  for (const TensorView& v : {args.x, args.dy, args.h_inner, args.h_down}) operands.reads(v);
+  for (const TensorView& v : args.outputs) operands.reads(v);
+  operands.reads_layer(args.down);
+  operands.writes_gradients("down", args.down);
+  for (size_t j = 0; j < args.inner.size(); ++j) {
+    operands.reads_layer(args.inner[j]);
+    operands.writes_gradients(names.layer(j), args.inner[j]);
+  }
+  operands.writes("grad_x", args.dx);
+  return operands.check(check);
+}
+
 // [M, I] of x's type in scratch.
 Status inner_matrix(const ExecContext& ctx, const char* op, const TensorView& x, int64_t width,
                     Scratch<char>* scratch, TensorView* out) {
@@ -143,14 +217,20 @@ Status lora_mlp_forward(const ExecContext& ctx, const LoraMlpArgs& args) {
     LORAACCEL_RETURN_IF_ERROR(check_block(check, args.x, args.inner, args.down.w,
                                           [&](size_t j) { return args.inner[j].y; }));
     const size_t count = args.inner.size();
-    LORAACCEL_RETURN_IF_ERROR(
-        group_forward(inner_names(kOp, count), ctx, {args.x, args.inner, args.h_inner}));
     Scratch<char> scratch;
     Activations act{args.activation, args.inner[0].y, {}, {}, {}, {}, {}};
     if (count == 2) act.up = args.inner[1].y;
     LORAACCEL_RETURN_IF_ERROR(inner_matrix(ctx, kOp, args.x, args.down.w.cols(), &scratch, &act.t));
+    const LayerNames names = inner_names(kOp, count);
+    const LoraQkvArgs inner = {args.x, args.inner, args.h_inner};
+    const LoraQkvArgs down = {act.t, {&args.down, 1}, args.h_down};
+    // All errors come before anything is written.
+    LORAACCEL_RETURN_IF_ERROR(check_group_forward(names, ctx, inner));
+    LORAACCEL_RETURN_IF_ERROR(check_group_forward(down_names(kOp), ctx, down));
+    LORAACCEL_RETURN_IF_ERROR(check_apart(check, args));
+    LORAACCEL_RETURN_IF_ERROR(group_forward(names, ctx, inner));
     act.run(ctx);
-    return group_forward({.op = kOp, .names = kDown}, ctx, {act.t, {&args.down, 1}, args.h_down});
+    return group_forward(down_names(kOp), ctx, down);
   });
 }
 
@@ -160,6 +240,10 @@ Status lora_mlp_backward(const ExecContext& ctx, const LoraMlpBackwardArgs& args
     const Checker check(kOp, ctx.device);
     LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
     const size_t count = args.inner.size();
+    if (!args.dy.defined()) {
+      return check.fail(StatusCode::kShapeMismatch,
+                        "down: grad has shape (undefined), expected [M, N]");
+    }
     if (args.outputs.size() != count) {
       return check.fail(StatusCode::kInvalidArgument,
                         std::to_string(args.outputs.size()) + " outputs, expected " +
@@ -174,21 +258,27 @@ Status lora_mlp_backward(const ExecContext& ctx, const LoraMlpBackwardArgs& args
     LORAACCEL_RETURN_IF_ERROR(
         inner_matrix(ctx, kOp, args.x, args.down.w.cols(), &t_scratch, &act.t));
     LORAACCEL_RETURN_IF_ERROR(inner_matrix(ctx, kOp, args.x, args.down.w.cols(), &dt_scratch, &dt));
-    act.run(ctx);
     LoraProjectionBackward down = args.down;
     down.dy = args.dy;
-    LORAACCEL_RETURN_IF_ERROR(
-        group_backward({.op = kOp, .names = kDown}, ctx, {act.t, {&down, 1}, args.h_down, dt}));
+    std::vector<LoraProjectionBackward> inner(args.inner.begin(), args.inner.end());
+    inner[0].dy = act.t;  // where the gradients of the gate and of up will lie
+    if (count == 2) inner[1].dy = dt;
+    const LayerNames names = inner_names(kOp, count);
+    const LoraQkvBackwardArgs down_args = {act.t, {&down, 1}, args.h_down, dt};
+    const LoraQkvBackwardArgs inner_args = {args.x, inner, args.h_inner, args.dx};
+    // All errors come before anything is written.
+    LORAACCEL_RETURN_IF_ERROR(check_group_backward(down_names(kOp), ctx, down_args));
+    LORAACCEL_RETURN_IF_ERROR(check_group_backward(names, ctx, inner_args));
+    LORAACCEL_RETURN_IF_ERROR(check_apart(check, args));
+    act.run(ctx);
+    LORAACCEL_RETURN_IF_ERROR(group_backward(down_names(kOp), ctx, down_args));
     // t is not read any more: its memory takes the gradient of the gate, that of dt the gradient of up.
     act.dt = dt;
     act.dgate = act.t;
     if (count == 2) act.dup = dt;
     act.t = {};
     act.run(ctx);
-    std::vector<LoraProjectionBackward> inner(args.inner.begin(), args.inner.end());
-    inner[0].dy = act.dgate;
-    if (count == 2) inner[1].dy = act.dup;
-    return group_backward(inner_names(kOp, count), ctx, {args.x, inner, args.h_inner, args.dx});
+    return group_backward(names, ctx, inner_args);
   });
 }
 
