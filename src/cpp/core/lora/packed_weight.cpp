@@ -72,6 +72,12 @@ PackedWeight::PackedWeight(const void* memory) {
   pairs_ = h.pairs != 0;
 }
 
+size_t packed_weight_bytes(const void* packed) {
+  const Header h = read_header(packed);
+  if (h.magic != kMagic) return kHeaderBytes;
+  return kHeaderBytes + static_cast<size_t>(panels_of(h) * h.panel_words * h.width) * sizeof(float);
+}
+
 size_t packed_weight_bytes(const TensorView& w, WeightUse use) {
   if (!packs(w)) return 0;
   const Header h = header_for(lora_simd_best(), w, use);

@@ -17,11 +17,16 @@ enum class WeightUse {
 };
 
 // Bytes that pack_weight needs for w [N, K]; about the size of w for bfloat16 on CPUs that multiply it and for float32,
-// twice that for other 16-bit types. 0 where this CPU's kernels do not pack, and for float64.
+// twice that for other 16-bit types. 0 for float64 and where
+// the columns of w are not neighbours.
 size_t packed_weight_bytes(const TensorView& w, WeightUse use);
 
-// Fills `memory` (aligned to 64 bytes) with a packed copy of w, columns or rows of any stride. The copy goes with this
-// process: it is not a file format. Later changes of w are not seen: pack again.
+// Bytes of what pack_weight() wrote, by its first 64; 64 where they are something else.
+size_t packed_weight_bytes(const void* packed);
+
+// Fills `memory` (aligned to 64 bytes) with a packed copy of w, whose columns are neighbours (rows of any stride). The copy
+// goes with this process: it is not a file format. Pack again when w changes: calls with up to 16 rows read w itself and see
+// later changes, others do not.
 // Fails with kInvalidArgument where packed_weight_bytes() says 0 or the memory is smaller.
 Status pack_weight(const ExecContext& ctx, const TensorView& w, WeightUse use, void* memory,
                    size_t bytes);

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "loraaccel/pack.h"
+
 namespace loraaccel::bridge {
 
 std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& lora_a,
@@ -118,6 +120,12 @@ const void* packed_memory(const OptionalTensor& packed, const char* op) {
       packed->scalar_type() != torch::headeronly::ScalarType::Byte || packed->numel() < 64) {
     fail(StatusCode::kInvalidArgument,
          std::string(op) + ": packed is no packed weight, expected what pack_weight returned");
+  }
+  const auto needed = static_cast<int64_t>(packed_weight_bytes(packed->data_ptr()));
+  if (packed->numel() < needed) {
+    fail(StatusCode::kInvalidArgument, std::string(op) + ": packed has " +
+                                           std::to_string(packed->numel()) + " bytes, expected " +
+                                           std::to_string(needed) + " as pack_weight returned");
   }
   return packed->data_ptr();
 }
