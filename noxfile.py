@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -18,11 +21,24 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("LORAACCEL_TORCH", "torch==2.13.0")
 JOBS = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
 LAYERS = ("core", "torch", "python")  # folders of src/cpp whose sources clang-tidy checks
+# The CPUs of qemu that the C++ tests run as, the longest run first, and the kernels that run there. Left out, to save
+# minutes, is what would repeat the same instructions on the same data: `ref`, which has no vector code, and on the
+# Armv8.2 CPUs `portable` and `torch` (that one uses the best kernel's pieces: neon_bf16 as `max`, neon elsewhere).
+ARM_CPUS = {
+    "max": {"neon_bf16", "neon", "torch", "portable", "ref"},  # the only one with the bf16 instructions
+    "cortex-a72": {"neon", "torch", "portable"},  # plain Armv8.0
+    "cortex-a76": {"neon"},
+    "neoverse-n1": {"neon"},
+}
 
 
 def install_build_tools(session: nox.Session, *requirements: str) -> None:
     """Install torch, what a build needs and `requirements` in one go, so that one resolver sees them all."""
     session.install(TORCH, *PYPROJECT["build-system"]["requires"], "cmake>=3.26", "ninja", *requirements)
+    set_build_environment(session)
+
+
+def set_build_environment(session: nox.Session) -> None:
     session.env.update(
         CMAKE_BUILD_PARALLEL_LEVEL=JOBS,
         CCACHE_BASEDIR=str(ROOT),  # with ccache, objects of one checkout serve the next
@@ -64,6 +80,21 @@ def run_cpp_tests(session: nox.Session) -> None:
     session.run("cmake", "--build", str(build))
     options = ["--output-on-failure", "--no-tests=error", f"--parallel={JOBS}"]
     session.run("ctest", "--test-dir", str(build), *options)
+    run_as_old_cpu(session, build)
+
+
+def run_as_old_cpu(session: nox.Session, build: Path) -> None:
+    """The same tests as an x86 without AVX: no instruction that it lacks, and what is left computes correctly."""
+    if platform.machine() != "x86_64":
+        return
+    if shutil.which("qemu-x86_64") is None:
+        session.warn("SKIPPED: running as an old CPU needs qemu-x86_64 (Debian and Ubuntu: apt install qemu-user)")
+        return
+    # (A fork inside qemu ends with an assertion of its own; torch's GEMM and ref are the same code on every CPU.)
+    for area, tests in (("core", "-*Fork*"), ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref")):
+        program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
+        options = ["--gtest_brief=1", f"--gtest_filter={tests}"]
+        session.run("qemu-x86_64", "-cpu", "Nehalem", program, *options, external=True)
 
 
 @nox.session
@@ -116,6 +147,51 @@ def cpp(session: nox.Session) -> None:
     """Only the C++ build and its tests."""
     install_build_tools(session)
     run_cpp_tests(session)
+
+
+@nox.session
+def aarch64(session: nox.Session) -> None:
+    """The core for 64-bit Arm: cross-compiled, then its tests under qemu as several CPUs."""
+    packages = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
+    missing = [package for tool, package in packages.items() if shutil.which(tool) is None]
+    if missing:
+        session.skip(f"NOTHING WAS TESTED for Arm, which needs Debian's {' and '.join(missing)}")
+    session.install(*PYPROJECT["build-system"]["requires"], "cmake>=3.26", "ninja")
+    set_build_environment(session)
+    build = ROOT / "build" / f"nox-{session.name}"
+    python = f"-DPython_EXECUTABLE={session.bin}/python"
+    session.run("cmake", "--fresh", "--preset=aarch64", f"-B{build}", python)
+    if "LORAACCEL_GTEST_SOURCE-NOTFOUND" in (build / "CMakeCache.txt").read_text():
+        session.skip(
+            "NOTHING WAS TESTED for Arm, which needs the sources of GoogleTest (Debian's libgtest-dev)"
+        )
+    session.run("cmake", "--build", str(build))
+    reports = Path(session.create_tmp())
+    with ThreadPoolExecutor(min(2, int(JOBS))) as pool:  # most tests keep one core busy
+        list(pool.map(lambda cpu: run_as_arm_cpu(session, build, cpu, reports / f"{cpu}.json"), ARM_CPUS))
+
+
+def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
+    """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
+    core, lora = (str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "lora"))
+    # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
+    run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
+    # neon_bf16 is never left out: that it cannot run, the tests have to find out.
+    left_out = sorted(ARM_CPUS["max"] - ARM_CPUS[cpu] - {"neon_bf16"})
+    only = "*" if not left_out else "-" + ":".join(f"*/{kernel}" for kernel in left_out)
+    run_under_qemu(session, cpu, lora, f"--gtest_filter={only}", f"--gtest_output=json:{report}")
+    suites = json.loads(report.read_text())["testsuites"]
+    cases = [case for suite in suites if suite["name"].startswith("Kernel/") for case in suite["testsuite"]]
+    ran = {case["name"].rpartition("/")[2] for case in cases if case["result"] == "COMPLETED"}
+    if ran != ARM_CPUS[cpu]:
+        session.error(f"as {cpu} the kernels {sorted(ran)} ran, expected {sorted(ARM_CPUS[cpu])}")
+    session.log(f"as {cpu}: {', '.join(sorted(ran))}")
+
+
+def run_under_qemu(session: nox.Session, cpu: str, program: str, *options: str) -> None:
+    """Silent, as two of them print at a time: nox shows the output of one that fails."""
+    qemu = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu]
+    session.run(*qemu, program, "--gtest_brief=1", *options, external=True, silent=True)
 
 
 @nox.session
