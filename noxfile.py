@@ -88,10 +88,15 @@ def run_as_old_cpu(session: nox.Session, build: Path) -> None:
     if platform.machine() != "x86_64":
         return
     if shutil.which("qemu-x86_64") is None:
-        session.warn("SKIPPED: running as an old CPU needs qemu-x86_64 (Debian and Ubuntu: apt install qemu-user)")
+        session.warn(
+            "SKIPPED: running as an old CPU needs qemu-x86_64 (Debian and Ubuntu: apt install qemu-user)"
+        )
         return
     # (A fork inside qemu ends with an assertion of its own; torch's GEMM and ref are the same code on every CPU.)
-    for area, tests in (("core", "-*Fork*"), ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref")):
+    for area, tests in (
+        ("core", "-*Fork*"),
+        ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref"),
+    ):
         program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
         options = ["--gtest_brief=1", f"--gtest_filter={tests}"]
         session.run("qemu-x86_64", "-cpu", "Nehalem", program, *options, external=True)
