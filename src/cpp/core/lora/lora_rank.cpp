@@ -311,6 +311,7 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
   }
   if (count == 0) return Status();
   std::vector<Tasks> tasks;
+  tasks.reserve(count);
   for (size_t i = 0; i < count; ++i) tasks.push_back(parts[i].panels.tasks());
   run_tasks(ctx, tasks);
   if (count == 1 && parts[0].dropout == nullptr) {
@@ -431,6 +432,7 @@ Status RankBackward::adapter_gradients(const LoraSimd& simd, const ExecContext& 
   }
   std::atomic<bool> no_memory{false};
   std::vector<Tasks> tasks;
+  tasks.reserve(gradients.size());
   for (const FactorGradient& gradient : gradients) {
     tasks.push_back({ceil_div(gradient.cols, FactorGradient::kColumns), [&](int64_t task) {
                        if (!gradient.run(simd, ctx, task)) no_memory = true;

@@ -127,11 +127,13 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   }
   bridge::GradientOutputs gradients(kOp, output_mask, 1, &outputs);
   std::vector<LoraProjectionBackward> layers;
+  layers.reserve(weights.size());
   for (size_t j = 0; j < weights.size(); ++j) {
     layers.push_back(
         gradients.of_layer(bridge::matrix_view(weights[j], kOp, "weight"), group.of[j]));
   }
   std::vector<TensorView> kept;
+  kept.reserve(static_cast<size_t>(count));
   for (int64_t j = 0; j < count; ++j)
     kept.push_back(inner_columns(inner_rows.tensor, m, j, count, dtype));
   args.inner = {layers.data(), static_cast<size_t>(count)};

@@ -140,8 +140,8 @@ void product_tile(const PanelProduct& p, int64_t row) {
   for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
   alignas(64) float memory[MR * kWidth];
   Total total(memory);
-  const char* left = (const char*)p.left + row * p.left_stride;
-  const float* panel = (const float*)p.panel;
+  const char* left = static_cast<const char*>(p.left) + row * p.left_stride;
+  const float* panel = static_cast<const float*>(p.panel);
   if constexpr (kPairs) {
     // One block: the products are of 8 bits each, and what reads the sum is a bfloat16 or close to one.
     multiply_add<true, MR>(acc, left, p.left_stride, kWord, panel, kWidth, kWidth, p.depth);
@@ -153,7 +153,8 @@ void product_tile(const PanelProduct& p, int64_t row) {
     // A block of its own: in the accumulator of the first product each of its steps would be rounded at that one's size.
     // (Beside the rounding of a bfloat16 result that is nothing.)
     if (!kPairs && p.depth > 0) fold<MR>(acc, &total);
-    multiply_add_blocked<MR>(acc, &total, (const char*)(p.left2 + row * p.left2_stride),
+    multiply_add_blocked<MR>(acc, &total,
+                             reinterpret_cast<const char*>(p.left2 + row * p.left2_stride),
                              p.left2_stride * kWord, kWord, p.panel2, kWidth, kWidth, p.depth2);
   }
   V::F bias[2] = {V::zero(), V::zero()};
@@ -481,7 +482,7 @@ void outer_tile(const float* left, int64_t left_stride, const TR* right, int64_t
   for (int i = 0; i < MR; ++i) acc[i][0] = acc[i][1] = V::zero();
   alignas(64) float memory[MR * kWidth];
   Total total(memory);
-  const char* first = (const char*)left;
+  const char* first = reinterpret_cast<const char*>(left);
   const int64_t step = left_stride * kWord;
   // Two copies of the loop: the one with the constant has no test for the right edge in it.
   if (n == kWidth) {

@@ -4,7 +4,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include <immintrin.h>
-#include <string.h>
+#include <cstring>
 
 #include "random/philox.h"
 

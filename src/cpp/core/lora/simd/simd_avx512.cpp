@@ -4,7 +4,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
 #include <immintrin.h>
-#include <string.h>
+#include <cstring>
 
 #include "random/philox.h"
 

@@ -5,7 +5,7 @@
     defined(__AVX512VL__) && defined(__AVX512BF16__)
 
 #include <immintrin.h>
-#include <string.h>
+#include <cstring>
 
 #include "random/philox.h"
 
@@ -28,12 +28,16 @@ struct V : Avx512 {
       return Avx512::narrow(v, BFloat16{});
     return (__m256i)_mm512_cvtneps_pbh(v);
   }
-  static void store(BFloat16* p, F v) { _mm256_storeu_si256((__m256i*)p, narrowed(v)); }
+  static void store(BFloat16* p, F v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(v));
+  }
   static void store_n(BFloat16* p, F v, int n) {
     _mm256_mask_storeu_epi16(p, first(n), narrowed(v));
   }
 
-  static F load_words(const BFloat16* p) { return _mm512_loadu_ps((const float*)p); }
+  static F load_words(const BFloat16* p) {
+    return _mm512_loadu_ps(reinterpret_cast<const float*>(p));
+  }
   static F pair(F low, F high) {
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16),
                                                _mm512_castps_si512(high)));

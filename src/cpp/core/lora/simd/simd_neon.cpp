@@ -4,7 +4,7 @@
 #if defined(__ARM_NEON) && defined(__aarch64__)
 
 #include <arm_neon.h>
-#include <string.h>
+#include <cstring>
 
 #include "random/philox.h"
 

@@ -4,7 +4,7 @@
 #if defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 #include <arm_neon.h>
-#include <string.h>
+#include <cstring>
 
 #include "random/philox.h"
 

@@ -1,7 +1,7 @@
 // For any CPU: vectors of eight floats that the compiler lowers to what the baseline has (SSE2, NEON, ...).
 #include "lora/simd/simd.h"
 
-#include <string.h>
+#include <cstring>
 
 #include "half.h"
 #include "random/philox.h"
