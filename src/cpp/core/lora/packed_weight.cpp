@@ -40,6 +40,12 @@ int64_t panels_of(const Header& h) {
   return ceil_div(h.transposed != 0 ? h.rows : h.cols, h.width);
 }
 
+// A multiple of the alignment, whatever the width of a panel.
+size_t bytes_of(const Header& h) {
+  const size_t panels = static_cast<size_t>(panels_of(h) * h.panel_words * h.width) * sizeof(float);
+  return (kHeaderBytes + panels + kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes;
+}
+
 Header read_header(const void* memory) {
   Header h;
   memcpy(&h, memory, sizeof h);
@@ -75,13 +81,13 @@ PackedWeight::PackedWeight(const void* memory) {
 size_t packed_weight_bytes(const void* packed) {
   const Header h = read_header(packed);
   if (h.magic != kMagic) return kHeaderBytes;
-  return kHeaderBytes + static_cast<size_t>(panels_of(h) * h.panel_words * h.width) * sizeof(float);
+  return bytes_of(h);
 }
 
 size_t packed_weight_bytes(const TensorView& w, WeightUse use) {
   if (!packs(w)) return 0;
   const Header h = header_for(lora_simd_best(), w, use);
-  return kHeaderBytes + static_cast<size_t>(panels_of(h) * h.panel_words * h.width) * sizeof(float);
+  return bytes_of(h);
 }
 
 Status pack_weight(const ExecContext& ctx, const TensorView& w, WeightUse use, void* memory,
