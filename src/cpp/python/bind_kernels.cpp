@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "loraaccel/exec_context.h"
 #include "loraaccel/kernels.h"
+#include "loraaccel/pack.h"
 
 namespace py = pybind11;
 
@@ -28,6 +29,19 @@ void register_kernels(py::module_& m) {
       "available).");
   m.def("cpu_features", &cpu_features, "Instruction sets of this CPU that the kernels know.");
   m.def("describe_json", &describe_json, "A JSON object for bug reports.");
+  m.def(
+      "packed_weight_bytes",
+      [](int64_t rows, int64_t cols, const std::string& dtype, bool for_input_gradient) -> size_t {
+        for (const DType known : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+          if (dtype != dtype_name(known)) continue;
+          return packed_weight_bytes(
+              TensorView::matrix(nullptr, known, rows, cols),
+              for_input_gradient ? WeightUse::kInputGradient : WeightUse::kForward);
+        }
+        return 0;
+      },
+      py::arg("rows"), py::arg("cols"), py::arg("dtype"), py::arg("for_input_gradient"),
+      "Bytes of a packed weight [rows, cols]; 0 for a type that is not packed.");
   m.def("num_threads", &num_threads, "Threads of the core's own pool.");
   m.def(
       "set_num_threads",

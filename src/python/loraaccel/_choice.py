@@ -84,10 +84,9 @@ def apply(library: ctypes.CDLL, torch_version: str) -> None:
         )
 
 
-def force(library: ctypes.CDLL, rows: dict[str, int | None] | None) -> None:
-    """Rows by type, None for never; None for all: the model."""
-    values = [0] * len(DTYPES) if rows is None else [rows[n] or NEVER for n in DTYPES]
-    library.loraaccel_torch_set_borrowing_rows(_Rows(*values))
+def force(library: ctypes.CDLL, rows: dict[str, int | None]) -> None:
+    """Rows by type; None: never."""
+    library.loraaccel_torch_set_borrowing_rows(_Rows(*(rows[n] or NEVER for n in DTYPES)))
 
 
 def in_force(library: ctypes.CDLL) -> dict[str, int | None]:

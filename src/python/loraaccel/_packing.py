@@ -17,7 +17,6 @@ from loraaccel import _core
 POLICIES = ("auto", "always", "never")
 # Numbers of a weight that are compared besides its version: see `_look_at`.
 _SAMPLES = 64
-_PAIRS = {"avx512_bf16", "neon_bf16"}
 
 policy = "auto"
 _budget: int | None = None
@@ -89,12 +88,6 @@ def _look_at(weight: Any) -> tuple[Any, ...]:
     return (weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, sample)
 
 
-def _packed_bytes(weight: Any) -> int:
-    """To within the last panel. Without instructions for its type a 16-bit weight is kept as floats."""
-    pairs = str(weight.dtype) == "torch.bfloat16" and not _PAIRS.isdisjoint(_core.cpu_features())
-    return weight.numel() * (2 if pairs else 4)
-
-
 def _drop(key: tuple[int, bool]) -> None:
     global _bytes
     kept = _kept.pop(key, None)
@@ -103,22 +96,26 @@ def _drop(key: tuple[int, bool]) -> None:
         _counts["dropped"] += 1
 
 
-def _servable(weight: Any) -> bool:
-    """A dense matrix in rows on the CPU, of a type that kernels of ours take; no tensor that only looks like one."""
-    return (
-        type(weight).__name__ in ("Tensor", "Parameter")
-        and weight.device.type == "cpu"
-        and weight.dim() == 2
-        and weight.numel() > 0
-        and weight.is_contiguous()
-        and weight.dtype.itemsize <= 4
-    )
+def _bytes_needed(weight: Any, for_input_gradient: bool) -> int:
+    """Bytes of its packed copy; 0 for what is no dense matrix in rows on the CPU, or only looks like a tensor."""
+    import torch
+
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.device.type != "cpu":
+        return 0
+    if weight.dim() != 2 or not weight.is_contiguous() or weight.is_inference():  # (those have no version)
+        return 0
+    rows, cols = weight.shape
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return _core.packed_weight_bytes(rows, cols, dtype, for_input_gradient)
 
 
 def kept(weight: Any, rows: int, for_input_gradient: bool, pack: Any) -> Any:
     """The packed copy of `weight` that a call with so many rows may use, or None. `pack(weight, flag)` makes one."""
     global _bytes
-    if policy != "always" or rows <= 16 or weight.is_inference() or not _servable(weight):
+    if policy != "always" or rows <= 16:
+        return None
+    size = _bytes_needed(weight, for_input_gradient)
+    if size == 0:
         return None
     with _lock:
         key = (id(weight), for_input_gradient)
@@ -129,13 +126,10 @@ def kept(weight: Any, rows: int, for_input_gradient: bool, pack: Any) -> Any:
                 _counts["hits"] += 1
                 return found.packed
             _drop(key)
-        if _budget is not None and _bytes + _packed_bytes(weight) > _budget:
+        if _budget is not None and _bytes + size > _budget:
             _counts["over_budget"] += 1
             return None
         packed = pack(weight, for_input_gradient)
-        if _budget is not None and _bytes + packed.numel() > _budget:
-            _counts["over_budget"] += 1
-            return None
         _kept[key] = _Kept(weakref.ref(weight, lambda _: _forget(key)), look, packed)
         _bytes += packed.numel()
         _counts["packed"] += 1

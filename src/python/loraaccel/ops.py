@@ -150,7 +150,8 @@ def lora_qkv(
     and ranks may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer
     [..., sum of N_j]: concatenating them costs nothing where the caller takes the buffer instead.
 
-    Types, gradients, autocast and errors as in `lora_linear`; dx is the sum over the projections, rounded once.
+    Types, gradients, autocast and errors as in `lora_linear`; dx is the sum over the projections, rounded once (16-bit
+    sums by torch's GEMM: once for each projection).
     ValueError for sequences of different lengths or an adapter with only one of its two factors.
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """

@@ -18,13 +18,17 @@ struct LayerNames {
   std::string layer(size_t j) const;
 };
 
-// The checks of a call, nothing else.
+// The checks of a call.
 Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
                            const LoraQkvArgs& args);
 Status check_group_backward(const LayerNames& names, const ExecContext& ctx,
                             const LoraQkvBackwardArgs& args);
 
-// Check, choose a kernel, run it.
+// After its checks: choose a kernel, run it.
+Status run_group_forward(const char* op, const ExecContext& ctx, const LoraQkvArgs& args);
+Status run_group_backward(const char* op, const ExecContext& ctx, const LoraQkvBackwardArgs& args);
+
+// Both.
 Status group_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args);
 Status group_backward(const LayerNames& names, const ExecContext& ctx,
                       const LoraQkvBackwardArgs& args);

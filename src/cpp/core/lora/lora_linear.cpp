@@ -20,7 +20,10 @@ Status apart_from_all(const Checker& check, const char* name, const TensorView& 
   return Status();
 }
 
-Status check_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args) {
+}  // namespace
+
+Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
+                           const LoraQkvArgs& args) {
   Checker check(names.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
@@ -46,6 +49,8 @@ Status check_forward(const LayerNames& names, const ExecContext& ctx, const Lora
   LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, rank));
   return apart_from_all(check, "hidden", args.h, {args.x}, args.projections);
 }
+
+namespace {
 
 Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
                        const LoraProjectionBackward& p, bool* needs_hidden) {
@@ -83,8 +88,10 @@ Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
   return Status();
 }
 
-Status check_backward(const LayerNames& names, const ExecContext& ctx,
-                      const LoraQkvBackwardArgs& args) {
+}  // namespace
+
+Status check_group_backward(const LayerNames& names, const ExecContext& ctx,
+                            const LoraQkvBackwardArgs& args) {
   Checker check(names.op, ctx.device);
   LORAACCEL_RETURN_IF_ERROR(check.context(ctx));
   LORAACCEL_RETURN_IF_ERROR(check.input(args.x));
@@ -122,6 +129,8 @@ Status check_backward(const LayerNames& names, const ExecContext& ctx,
   }
   return Status();
 }
+
+namespace {
 
 // Threads that pay: a share of the work below some microseconds costs more to hand out than to do. The result of our
 // own kernels does not depend on their number.
@@ -164,30 +173,27 @@ std::string LayerNames::layer(size_t j) const {
   return names.empty() ? "projection " + std::to_string(j) : names[j];
 }
 
-Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
-                           const LoraQkvArgs& args) {
-  return check_forward(names, ctx, args);
+Status run_group_forward(const char* op, const ExecContext& ctx, const LoraQkvArgs& args) {
+  return run_kernel(op, ctx, args, &LoraLinearKernel::declines_forward, &LoraLinearKernel::forward);
 }
 
-Status check_group_backward(const LayerNames& names, const ExecContext& ctx,
-                            const LoraQkvBackwardArgs& args) {
-  return check_backward(names, ctx, args);
+Status run_group_backward(const char* op, const ExecContext& ctx, const LoraQkvBackwardArgs& args) {
+  return run_kernel(op, ctx, args, &LoraLinearKernel::declines_backward,
+                    &LoraLinearKernel::backward);
 }
 
 Status group_forward(const LayerNames& names, const ExecContext& ctx, const LoraQkvArgs& args) {
   return without_exceptions(names.op, [&]() -> Status {
-    LORAACCEL_RETURN_IF_ERROR(check_forward(names, ctx, args));
-    return run_kernel(names.op, ctx, args, &LoraLinearKernel::declines_forward,
-                      &LoraLinearKernel::forward);
+    LORAACCEL_RETURN_IF_ERROR(check_group_forward(names, ctx, args));
+    return run_group_forward(names.op, ctx, args);
   });
 }
 
 Status group_backward(const LayerNames& names, const ExecContext& ctx,
                       const LoraQkvBackwardArgs& args) {
   return without_exceptions(names.op, [&]() -> Status {
-    LORAACCEL_RETURN_IF_ERROR(check_backward(names, ctx, args));
-    return run_kernel(names.op, ctx, args, &LoraLinearKernel::declines_backward,
-                      &LoraLinearKernel::backward);
+    LORAACCEL_RETURN_IF_ERROR(check_group_backward(names, ctx, args));
+    return run_group_backward(names.op, ctx, args);
   });
 }
 

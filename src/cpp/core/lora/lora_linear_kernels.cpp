@@ -147,14 +147,12 @@ std::atomic<int64_t> measured_rows[kDTypes];  // 0: not measured
 }  // namespace
 
 int64_t borrowing_rows(DType dtype) {
-  const int64_t measured =
-      measured_rows[static_cast<int>(dtype) % kDTypes].load(std::memory_order_relaxed);
+  const int64_t measured = measured_rows[static_cast<int>(dtype)].load(std::memory_order_relaxed);
   return measured != 0 ? measured : modelled_borrowing_rows(cpu_features_detected(), dtype);
 }
 
 void set_borrowing_rows(DType dtype, int64_t rows) {
-  measured_rows[static_cast<int>(dtype) % kDTypes].store(rows < 0 ? 0 : rows,
-                                                         std::memory_order_relaxed);
+  measured_rows[static_cast<int>(dtype)].store(rows < 0 ? 0 : rows, std::memory_order_relaxed);
 }
 
 const LoraSimd& lora_simd_best() {

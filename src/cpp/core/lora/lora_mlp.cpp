@@ -228,9 +228,9 @@ Status lora_mlp_forward(const ExecContext& ctx, const LoraMlpArgs& args) {
     LORAACCEL_RETURN_IF_ERROR(check_group_forward(names, ctx, inner));
     LORAACCEL_RETURN_IF_ERROR(check_group_forward(down_names(kOp), ctx, down));
     LORAACCEL_RETURN_IF_ERROR(check_apart(check, args));
-    LORAACCEL_RETURN_IF_ERROR(group_forward(names, ctx, inner));
+    LORAACCEL_RETURN_IF_ERROR(run_group_forward(kOp, ctx, inner));
     act.run(ctx);
-    return group_forward(down_names(kOp), ctx, down);
+    return run_group_forward(kOp, ctx, down);
   });
 }
 
@@ -271,14 +271,14 @@ Status lora_mlp_backward(const ExecContext& ctx, const LoraMlpBackwardArgs& args
     LORAACCEL_RETURN_IF_ERROR(check_group_backward(names, ctx, inner_args));
     LORAACCEL_RETURN_IF_ERROR(check_apart(check, args));
     act.run(ctx);
-    LORAACCEL_RETURN_IF_ERROR(group_backward(down_names(kOp), ctx, down_args));
+    LORAACCEL_RETURN_IF_ERROR(run_group_backward(kOp, ctx, down_args));
     // t is not read any more: its memory takes the gradient of the gate, that of dt the gradient of up.
     act.dt = dt;
     act.dgate = act.t;
     if (count == 2) act.dup = dt;
     act.t = {};
     act.run(ctx);
-    return group_backward(names, ctx, inner_args);
+    return run_group_backward(kOp, ctx, inner_args);
   });
 }
 

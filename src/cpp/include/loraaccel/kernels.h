@@ -26,7 +26,7 @@ std::vector<std::string> cpu_features();
 
 // From how many rows of x on an operator borrows the host's GEMM for operands of this type, where there is one, instead of
 // running a kernel of ours; INT64_MAX: never. The default is a model: matrix units (AMX) belong to the host from 17 rows
-// on, all else is ours. set_borrowing_rows: what was measured on this machine, at least 1; 0 brings the model back. It
+// on, all else is ours. set_borrowing_rows: what was measured on this machine, 1 or more; 0 and less bring the model back. It
 // holds for the whole process, and not for kernels that LORAACCEL_FORCE_KERNEL names. float64 is always borrowed.
 int64_t borrowing_rows(DType dtype);
 void set_borrowing_rows(DType dtype, int64_t rows);

@@ -9,6 +9,7 @@ import click
 ROWS = (32, 128, 512, 2048)
 WIDTH, RANK = 1024, 8
 ROUNDS = 9
+SLOW_SECONDS = 0.1  # a round that takes longer is not repeated
 
 
 @click.command(epilog="Example:  loraaccel tune --json")
@@ -69,8 +70,9 @@ def measure() -> dict[str, Any]:
         _choice.force(library, before)
     rows = {name: _choice.decide(r) for name, r in ratios.items()}
     _choice.force(library, rows)
+    _choice.source = datetime.date.today().isoformat()
     return {
-        "measured": datetime.date.today().isoformat(),
+        "measured": _choice.source,
         "threads": torch.get_num_threads(),
         "rows": rows,
         "ratios": ratios,
@@ -79,12 +81,10 @@ def measure() -> dict[str, Any]:
 
 def _ratio(loraaccel: Any, library: Any, ways: dict[str, Any], dtype: Any, rows: int) -> float:
     """Time of our kernels over that of torch's."""
-    import statistics
-    import time
-
     import torch
 
     from loraaccel import _choice
+    from loraaccel.timing import interleave, ratio
 
     generator = torch.Generator().manual_seed(0)
 
@@ -95,15 +95,17 @@ def _ratio(loraaccel: Any, library: Any, ways: dict[str, Any], dtype: Any, rows:
     weight, grad = normal(WIDTH, WIDTH) / WIDTH**0.5, normal(rows, WIDTH)
     a, b = normal(RANK, WIDTH).requires_grad_(), normal(WIDTH, RANK).requires_grad_()
 
-    def seconds(way: str) -> float:
-        _choice.force(library, ways[way])
-        start = time.perf_counter()
-        loraaccel.lora_linear(x, weight, None, a, b, 1.0).backward(grad)
-        taken = time.perf_counter() - start
-        x.grad = a.grad = b.grad = None
-        return taken
+    def call(way: str) -> Any:
+        def step() -> None:
+            _choice.force(library, ways[way])
+            loraaccel.lora_linear(x, weight, None, a, b, 1.0).backward(grad)
+            x.grad = a.grad = b.grad = None
 
-    # torch's float16 can take a hundred times as long as ours: two rounds tell that as well.
-    first = {way: seconds(way) for way in (*ways, *ways)}
-    rounds = ROUNDS if sum(first.values()) < 0.2 else 1
-    return statistics.median(seconds("ours") / seconds("torch") for _ in range(rounds))
+        return step
+
+    calls = {way: call(way) for way in ways}
+    # torch's float16 can take a hundred times as long as ours: one round tells that as well.
+    samples = interleave(calls, 1)
+    if sum(s.median for s in samples.values()) < SLOW_SECONDS:
+        samples = interleave(calls, ROUNDS)
+    return ratio(samples["ours"], samples["torch"]).median
