@@ -121,3 +121,22 @@ def test_the_command_measures_keeps_and_resets(monkeypatch: pytest.MonkeyPatch) 
     assert CliRunner().invoke(main, ["tune", "--reset"]).exit_code == 0
     assert not _choice.path().exists()
     assert CliRunner().invoke(main, ["tune", "--reset"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["LORAACCEL_FORCE_KERNEL", "LORAACCEL"])
+def test_nothing_is_measured_where_nothing_would_be_compared(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    result = CliRunner().invoke(main, ["tune"])
+    assert result.exit_code == 2
+    assert f"{name} is set" in result.output
+    assert not _choice.path().exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LORAACCEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    result = CliRunner().invoke(main, ["tune"])
+    assert result.exit_code == 1
+    assert str(tmp_path / "file" / "cache") in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -29,6 +30,16 @@ def tune(reset: bool, as_json: bool) -> None:
         _choice.path().unlink(missing_ok=True)
         click.echo(json.dumps({"removed": str(_choice.path())}) if as_json else f"removed {_choice.path()}")
         return
+    for name in ("LORAACCEL_FORCE_KERNEL", "LORAACCEL"):
+        if os.environ.get(name):
+            raise click.UsageError(f"{name} is set, so that nothing would be compared; unset it.")
+    directory = _choice.path().parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(
+            f"{directory} cannot be made: {error}. LORAACCEL_CACHE_DIR names another."
+        ) from None
     report = measure()
     import torch
 
