@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import loraaccel
+import loraaccel.ops  # loads the operators
 from loraaccel import _choice
 from loraaccel.cli import main, tune
 
