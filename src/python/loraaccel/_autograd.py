@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from loraaccel import _eager, _native, _packing, _runtime
+from loraaccel._saved import keep_or_shape, kept_or_shape
 
 _native.load_operators()
 _runtime.apply_num_threads()
@@ -52,8 +53,10 @@ class _RefuseDoubleBackward(torch.autograd.Function):
 def _refuse_double_backward(
     grads: Sequence[Tensor | None], sources: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
+    if not torch.is_grad_enabled():
+        return grads
     some = [g for g in grads if g is not None]
-    if not some or not torch.is_grad_enabled():
+    if not some:
         return grads
     guarded = iter(_RefuseDoubleBackward.apply(len(some), *some, *sources))
     return [None if g is None else next(guarded) for g in grads]
@@ -92,6 +95,10 @@ def kept_packing(weight: Tensor, x: Tensor, for_input_gradient: bool) -> Tensor 
     return _packing.kept(weight, math.prod(x.shape[:-1]), for_input_gradient, pack_op)
 
 
+# A, B, scalings, dropouts of each adapter.
+AdapterLists: TypeAlias = tuple[list[Tensor], list[Tensor], list[float], list[float]]
+
+
 class LoraLinearFunction(torch.autograd.Function):
     """Eager path: about a third of the dispatcher's overhead for a registered formula."""
 
@@ -101,55 +108,47 @@ class LoraLinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lists: AdapterLists,
         seed: Tensor | None,
-        scalings: list[float],
-        dropouts: list[float],
         cast: torch.dtype | None,
-        *adapters: Tensor,  # A, B of each adapter
+        *adapters: Tensor,  # A, B of each adapter: those of `lists`
     ) -> Tensor:
-        lora_a, lora_b = list(adapters[0::2]), list(adapters[1::2])
-        ctx.dtypes = None
-        if cast is not None:
-            ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        lora_a, lora_b, scalings, dropouts = lists
+        dtypes = None if cast is None else (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y, hidden, x, weight = forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)
         # Only what some gradient reads (those of W and A read x, that of x reads W and A): it may be large, and a user
         # may change it in place where nothing needs it.
         needs = ctx.needs_input_grad
-        needs_x = needs[1] or any(needs[7::2])
-        operands = (x, weight, *adapters)
-        keep = (needs_x, needs[0], *(needs[0] or i % 2 == 1 for i in range(len(adapters))))
-        ctx.like = [None if k else (t.shape, t.dtype, t.device) for t, k in zip(operands, keep, strict=True)]
-        ctx.save_for_backward(hidden, seed, *(t if k else None for t, k in zip(operands, keep, strict=True)))
-        ctx.scalings, ctx.dropouts = scalings, dropouts
+        needs_x = needs[0]
+        keep = [needs[1] or True in needs[6::2], needs_x]
+        for _ in lora_a:
+            keep += (needs_x, True)
+        saved, likes = keep_or_shape((x, weight, *adapters), keep)
+        ctx.save_for_backward(hidden, *saved)
+        ctx.rest = (likes, scalings, dropouts, seed, dtypes)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, seed, *saved = ctx.saved_tensors
-        # What was not kept is not read either: the operator only wants to know its shape.
-        operands = [
-            torch.empty((), dtype=like[1], device=like[2]).expand(like[0]) if like is not None else t
-            for t, like in zip(saved, ctx.like, strict=True)
-        ]
-        x, weight, *adapters = operands
+        likes, scalings, dropouts, seed, dtypes = ctx.rest
+        hidden, *saved = ctx.saved_tensors
+        x, weight, *adapters = kept_or_shape(saved, likes)
         needs = ctx.needs_input_grad
-        mask = [needs[0], needs[1], needs[2], *needs[7:]]
+        mask = [*needs[:3], *needs[6:]]
         if _is_batched(grad):
-            computed = _batched_backward(grad, x, weight, adapters, hidden, ctx.scalings, ctx.dropouts, mask)
+            computed = _batched_backward(grad, x, weight, adapters, hidden, scalings, dropouts, mask)
         else:
             a, b = adapters[0::2], adapters[1::2]
             # (A cast weight is another tensor in each call.)
-            packed = kept_packing(weight, grad, True) if needs[0] and ctx.dtypes is None else None
+            packed = kept_packing(weight, grad, True) if mask[0] and dtypes is None else None
             with _below_autograd():
-                computed = backward_op(
-                    grad, x, weight, a, b, hidden, ctx.scalings, ctx.dropouts, seed, mask, packed
-                )
+                computed = backward_op(grad, x, weight, a, b, hidden, scalings, dropouts, seed, mask, packed)
         wanted = iter(computed)
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
-        if ctx.dtypes is not None:
-            grads[:3] = [None if g is None else g.to(t) for g, t in zip(grads[:3], ctx.dtypes, strict=True)]
+        if dtypes is not None:
+            grads[:3] = [None if g is None else g.to(t) for g, t in zip(grads[:3], dtypes, strict=True)]
         gx, gw, gb, *gab = _refuse_double_backward(grads, (grad, x, weight, *adapters))
-        return gx, gw, gb, None, None, None, None, *gab
+        return gx, gw, gb, None, None, None, *gab
 
 
 def _is_batched(grad: Tensor) -> bool:
@@ -302,6 +301,8 @@ torch.library.register_autograd("loraaccel::lora_linear_backward", _backward_of_
 
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """The type that autocast gives a linear layer on these operands; None where it leaves them alone."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows no autocast for meta
         return None

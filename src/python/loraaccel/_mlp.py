@@ -49,7 +49,7 @@ class LoraMlpFunction(torch.autograd.Function):
         keep = [need_x] * (len(need_w) - 1) + [need_t]
         keep += [(need_x if i < of_inner else need_t) or i % 2 == 1 for i in range(len(need_ab))]
         keep_x = any(need_w[:-1]) or any(need_ab[:of_inner:2])
-        kept = keep_operands(ctx, call, x, used, keep_x, keep)
+        kept, ctx.likes = keep_operands(call, x, used, keep_x, keep)
         ctx.save_for_backward(inner, hidden_inner, hidden_down, seed, *kept)
         return y
 
@@ -57,7 +57,7 @@ class LoraMlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         call: GroupCall = ctx.call
         inner, hidden_inner, hidden_down, seed, *saved = ctx.saved_tensors
-        x, weights, adapters = kept_operands(ctx, call, saved)
+        x, weights, adapters = kept_operands(call, saved, ctx.likes)
         need_x, _, *needs = ctx.needs_input_grad[2:]
         mask = call.mask(need_x, needs)
         refuse_batched("lora_mlp", [grad])

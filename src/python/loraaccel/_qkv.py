@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
+from loraaccel._saved import Shape, keep_or_shape, kept_or_shape
 
 forward_op = torch.ops.loraaccel.lora_qkv.default
 backward_op = torch.ops.loraaccel.lora_qkv_backward.default
@@ -76,25 +77,18 @@ def run_below(op: Any, call: GroupCall, x: Tensor, tensors: Sequence[Tensor], *r
 
 
 def keep_operands(
-    ctx: Any, call: GroupCall, x: Tensor, tensors: Sequence[Tensor], keep_x: bool, keep: Sequence[bool]
-) -> list[Tensor | None]:
-    """What save_for_backward() takes of x and of weights and adapters (biases are not read); the others' shapes are
-    remembered. x may be large, and a user may change in place what nothing needs."""
+    call: GroupCall, x: Tensor, tensors: Sequence[Tensor], keep_x: bool, keep: Sequence[bool]
+) -> tuple[list[Tensor | None], list[Shape | None]]:
+    """keep_or_shape() of x, weights and adapters (biases are not read)."""
     weights, _, adapters = call.cut(tensors)
-    operands = (x, *weights, *adapters)
-    kept = (keep_x, *keep)
-    ctx.like = [None if k else (t.shape, t.dtype, t.device) for t, k in zip(operands, kept, strict=True)]
-    return [t if k else None for t, k in zip(operands, kept, strict=True)]
+    return keep_or_shape((x, *weights, *adapters), (keep_x, *keep))
 
 
 def kept_operands(
-    ctx: Any, call: GroupCall, saved: Sequence[Tensor]
+    call: GroupCall, saved: Sequence[Tensor], likes: Sequence[Shape | None]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """x, weights and adapters; what was not kept has its shape only, which is all that is asked of it."""
-    operands = [
-        torch.empty((), dtype=like[1], device=like[2]).expand(like[0]) if like is not None else t
-        for t, like in zip(saved, ctx.like, strict=True)
-    ]
+    """x, weights and adapters."""
+    operands = kept_or_shape(saved, likes)
     n = len(call.has_bias)
     return operands[0], operands[1 : 1 + n], operands[1 + n :]
 
@@ -132,14 +126,15 @@ class LoraQkvFunction(torch.autograd.Function):
         need_w, _, need_ab = call.cut(needs)
         keep = [need_x] * len(need_w) + [need_x or i % 2 == 1 for i in range(len(need_ab))]
         keep_x = any(need_w) or any(need_ab[0::2])
-        ctx.save_for_backward(hidden, seed, *keep_operands(ctx, call, x, used, keep_x, keep))
+        saved, ctx.likes = keep_operands(call, x, used, keep_x, keep)
+        ctx.save_for_backward(hidden, seed, *saved)
         return split(y, call.cut(used)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         call: GroupCall = ctx.call
         hidden, seed, *saved = ctx.saved_tensors
-        x, weights, adapters = kept_operands(ctx, call, saved)
+        x, weights, adapters = kept_operands(call, saved, ctx.likes)
         need_x, _, *needs = ctx.needs_input_grad[1:]
         mask = call.mask(need_x, needs)
         present = [g for g in grads if g is not None]

@@ -131,7 +131,9 @@ def run_lora_linear(call: LoraLinearCall) -> Tensor:
         return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)[0]
     if _records_gradients():
         pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
-        return LoraLinearFunction.apply(x, weight, bias, seed, scalings, dropouts, cast, *pairs)
+        return LoraLinearFunction.apply(
+            x, weight, bias, (lora_a, lora_b, scalings, dropouts), seed, cast, *pairs
+        )
     return forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)[0]
 
 

@@ -95,7 +95,7 @@ def _make_class(base: type) -> type:
             if len(args) != 1 or kwargs:
                 reason = "extra_arguments"
             else:
-                call = peft.fused_call(self, args[0])
+                call = peft.fused_call(self, args[0], compiling)
                 if isinstance(call, str):
                     reason = call
                 elif compiling:

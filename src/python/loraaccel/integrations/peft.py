@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from loraaccel import _state
@@ -19,7 +20,8 @@ from loraaccel._autograd import autocast_dtype
 from loraaccel.ops import LoraLinearCall
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (nn.Parameter, Tensor)
+_STRIDED = torch.strided
 _linear_forward = nn.Linear.forward  # some tools replace it for everybody
 
 
@@ -40,14 +42,16 @@ def why_not_module(module: nn.Module) -> str:
     return _why_not_weights(*operands[:4])
 
 
-def fused_call(module: nn.Module, x: Any) -> LoraLinearCall | str:
-    """The operator's arguments for this call, or the reason code for running the module's own forward."""
+def fused_call(module: nn.Module, x: Any, compiling: bool) -> LoraLinearCall | str:
+    """The operator's arguments for this call, or the reason code for running the module's own forward.
+
+    It runs at every call: 5 us where nothing is unusual, of which each look at a tensor's attribute is 50 ns.
+    """
     if _state.off():
         return "switched_off"
-    compiling = torch.compiler.is_compiling()
     if not compiling and (
         torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     ):
         return "transform"
@@ -60,15 +64,16 @@ def fused_call(module: nn.Module, x: Any) -> LoraLinearCall | str:
     reason = _why_not_weights(weight, bias, lora_a, lora_b)
     if reason:
         return reason
-    if x.device != weight.device:
+    if not (x.is_cpu and weight.is_cpu) and x.device != weight.device:
         return "device"
     cast = autocast_dtype(x, weight)
-    if cast is None and x.dtype != weight.dtype:
+    dtype = x.dtype
+    if cast is None and dtype != weight.dtype:
         return "dtype"
     if cast is not None and cast not in _FLOATS:
         return "dtype"
     keeps_input = cast is None and not getattr(module, "cast_input_dtype_enabled", True)
-    if keeps_input and any(a.dtype != x.dtype for a in lora_a):
+    if keeps_input and any(a.dtype != dtype for a in lora_a):
         return "dtype"  # PEFT does not cast x here, and raises
     return x, weight, bias, lora_a, lora_b, scalings, dropouts, cast
 
@@ -159,26 +164,26 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _dense(t: Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested
+    return t.layout is _STRIDED and not t.is_nested
 
 
 def _why_not_weights(weight: Tensor, bias: Tensor | None, lora_a: list[Tensor], lora_b: list[Tensor]) -> str:
     """Reason code for the types and places of the weights; empty where the operator takes them."""
-    device, dtype = weight.device, weight.dtype
-    if device.type not in ("cpu", "meta"):
+    dtype = weight.dtype
+    on_cpu = weight.is_cpu
+    if not on_cpu and not weight.is_meta:
         return "device"
     for t in (weight, *lora_a, *lora_b) if bias is None else (weight, bias, *lora_a, *lora_b):
-        if type(t) not in _PLAIN or not _dense(t):
+        if type(t) not in _PLAIN or t.layout is not _STRIDED or t.is_nested:
             return "tensor_subclass"
-        if t.device != device:
+        if not (on_cpu and t.is_cpu) and t.device != weight.device:
             return "device"
     if dtype not in _FLOATS or (bias is not None and bias.dtype != dtype):
         return "dtype"
     for a, b in zip(lora_a, lora_b, strict=True):
-        if (
-            a.dtype != b.dtype
-            or a.dtype not in _FLOATS
-            or (a.dtype == torch.float64) != (dtype == torch.float64)
-        ):
+        a_dtype = a.dtype
+        if b.dtype != a_dtype:
+            return "dtype"
+        if a_dtype != dtype and (a_dtype not in _FLOATS or torch.float64 in (a_dtype, dtype)):
             return "dtype"
     return ""
