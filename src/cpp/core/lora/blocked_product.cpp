@@ -19,6 +19,10 @@ constexpr int64_t kPackedBytes = 8 << 20;
 // Rows whose sums are kept between passes where one pass does not do.
 constexpr int64_t kPartialRows = 2048;
 constexpr int64_t kWordBytes = 4;
+// Packing a panel costs about as much as multiplying so many rows by it.
+constexpr int64_t kPackingRows = 16;
+// A left factor up to this size is read for every panel: it stays in the second or third cache.
+constexpr int64_t kStreamedLeftBytes = 4 << 20;
 // Rows this far apart fall into few sets of the first cache and throw each other out.
 constexpr int64_t kBadStrideBytes = 2048;
 
@@ -49,6 +53,7 @@ class BlockedProduct {
       run_tasks(ctx_, before);
       return Status();
     }
+    if (choose_split()) return stream(before);
     bool first = true;
     const int64_t pass_words = blocks_.empty() ? 1 : std::max<int64_t>(1, blocks_[0].words);
     const int64_t chunk =
@@ -72,7 +77,8 @@ class BlockedProduct {
           std::vector<Tasks> tasks;
           if (first) tasks.assign(before.begin(), before.end());
           if (needs_packing() && !blocks_.empty())
-            tasks.push_back({panel_end - panel, [&](int64_t i) { pack_panel(b, panel, i); }});
+            tasks.push_back(
+                {panel_end - panel, [&](int64_t i) { pack_in_chunk(blocks_[b], panel, i); }});
           if (!tasks.empty()) run_tasks(ctx_, tasks);
           first = false;
           multiply(b, row, row_end, panel, panel_end);
@@ -116,13 +122,9 @@ class BlockedProduct {
     return static_cast<size_t>(next - first_panel_.begin()) - 1;
   }
 
-  // Panel `first + i`, the i-th of a chunk.
-  void pack_panel(size_t b, int64_t first, int64_t i) {
-    const DepthBlock& block = blocks_[b];
-    const size_t j = output_of(first + i);
-    const ProductOutput& output = outputs_[j];
-    if (output.packed != nullptr) return;
-    const int64_t col = (first + i - first_panel_[j]) * simd_.width;
+  void pack_panel(const DepthBlock& block, const ProductOutput& output, int64_t index,
+                  float* packed) const {
+    const int64_t col = index * simd_.width;
     const ProductRight& right = output.rights[block.term];
     PanelSource source;
     source.data =
@@ -132,13 +134,147 @@ class BlockedProduct {
     source.transposed = right.transposed;
     source.count = static_cast<int>(std::min<int64_t>(simd_.width, output.out->cols() - col));
     source.depth = block.depth;
-    simd_.pack(source, pairs_, packed_ + i * block.words * simd_.width);
+    simd_.pack(source, pairs_, packed);
+  }
+
+  // Panel `first + i`, the i-th of a chunk.
+  void pack_in_chunk(const DepthBlock& block, int64_t first, int64_t i) const {
+    const size_t j = output_of(first + i);
+    if (outputs_[j].packed != nullptr) return;
+    pack_panel(block, outputs_[j], first + i - first_panel_[j],
+               packed_ + i * block.words * simd_.width);
   }
 
   const void* packed_panel(const DepthBlock& block, const ProductOutput& output, int64_t index,
                            int64_t in_chunk) const {
     if (output.packed == nullptr) return packed_ + in_chunk * block.words * simd_.width;
     return output.packed->panel(index) + block.packed_at * simd_.width;
+  }
+
+  // How rows and panels are split among the threads, and whether each of them packs the panels that it multiplies one
+  // by one, in its own cache: parts of rows pack them once each, but nothing goes through memory and nobody waits.
+  bool choose_split() {
+    const int64_t threads = ctx_.num_threads;
+    const int64_t tiles = ceil_div(rows_, simd_.rows);
+    int64_t best = INT64_MAX;
+    for (int64_t parts = 1; parts <= std::min(threads, tiles); ++parts) {
+      const int64_t per_thread = ceil_div(panels_, std::min(panels_, threads / parts));
+      const int64_t cost = per_thread * (ceil_div(rows_, parts) + kPackingRows);
+      if (cost < best) {
+        best = cost;
+        row_parts_ = parts;
+      }
+    }
+    int64_t apart = INT64_MAX;
+    for (int64_t parts = 1; parts <= std::min(threads, tiles); ++parts) {
+      const int64_t per_thread = ceil_div(panels_, std::min(panels_, threads / parts));
+      apart = std::min(apart, per_thread * ceil_div(rows_, parts));
+    }
+    apart += 2 * ceil_div(panels_, threads) * kPackingRows;
+    return best <= apart && !blocks_.empty() && needs_packing() &&
+           std::ranges::all_of(blocks_, [&](const DepthBlock& block) {
+             const int64_t limit = must_copy(terms_[block.term].left, block)
+                                       ? kStreamedLeftBytes / 2
+                                       : kStreamedLeftBytes;
+             return rows_ * block.words * kWordBytes <= limit;
+           });
+  }
+
+  // A row of a left factor from a depth block's first element on.
+  struct LeftRows {
+    const char* data = nullptr;
+    int64_t stride = 0;  // bytes
+  };
+
+  LeftRows left_in_place(const DepthBlock& block, int64_t row) const {
+    const AnyRows& left = terms_[block.term].left;
+    return {static_cast<const char*>(left.at(row, block.begin)),
+            left.stride * static_cast<int64_t>(dtype_size_bytes(left.dtype))};
+  }
+
+  Status stream(std::span<const Tasks> before) {
+    // Lefts that cannot be multiplied where they lie are copied first.
+    std::vector<Scratch<float>> copies(blocks_.size());
+    std::vector<LeftRows> lefts;
+    std::vector<Tasks> tasks(before.begin(), before.end());
+    const int64_t copy_parts = std::min<int64_t>(ctx_.num_threads, rows_);
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      const DepthBlock& block = blocks_[b];
+      const AnyRows& left = terms_[block.term].left;
+      if (!must_copy(left, block)) {
+        lefts.push_back(left_in_place(block, 0));
+        continue;
+      }
+      const int64_t stride = block.words + 16;
+      if (!copies[b].allocate(ctx_, rows_ * stride)) return out_of_memory(op_);
+      float* copy = copies[b].data();
+      lefts.push_back({reinterpret_cast<const char*>(copy), stride * kWordBytes});
+      tasks.push_back({copy_parts, [=, this, &block, &left](int64_t i) {
+                         const int64_t row = i * rows_ / copy_parts;
+                         copy_left(left, row, (i + 1) * rows_ / copy_parts - row, block,
+                                   copy + row * stride, stride);
+                       }});
+    }
+    if (!tasks.empty()) run_tasks(ctx_, tasks);
+    const int64_t panel_parts = std::min<int64_t>(panels_, ctx_.num_threads / row_parts_);
+    parallel_for(ctx_, row_parts_ * panel_parts, [&](int64_t task) {
+      const int64_t i = task / panel_parts;
+      const int64_t j = task % panel_parts;
+      stream_part(lefts, i * rows_ / row_parts_, (i + 1) * rows_ / row_parts_,
+                  j * panels_ / panel_parts, (j + 1) * panels_ / panel_parts);
+    });
+    return no_memory_ ? out_of_memory(op_) : Status();
+  }
+
+  void stream_part(std::span<const LeftRows> lefts, int64_t row_begin, int64_t row_end,
+                   int64_t panel_begin, int64_t panel_end) {
+    const int64_t rows = row_end - row_begin;
+    const int64_t stride = simd_.width + 16;
+    Scratch<float> packed, partial;
+    if (!packed.allocate(ctx_, blocks_[0].words * simd_.width) ||
+        (blocks_.size() > 1 && !partial.allocate(ctx_, rows * stride))) {
+      no_memory_ = true;
+      return;
+    }
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+      const size_t j = output_of(panel);
+      const ProductOutput& output = outputs_[j];
+      const int64_t index = panel - first_panel_[j];
+      for (size_t b = 0; b < blocks_.size(); ++b) {
+        const DepthBlock& block = blocks_[b];
+        const void* data = packed.data();
+        if (output.packed != nullptr)
+          data = output.packed->panel(index) + block.packed_at * simd_.width;
+        else
+          pack_panel(block, output, index, packed.data());
+        const LeftRows left{lefts[b].data + row_begin * lefts[b].stride, lefts[b].stride};
+        multiply_panel(b, row_begin, rows, left, output, index, data, partial.data(), stride);
+      }
+    }
+  }
+
+  // Some rows of one panel: one pass of its sum.
+  void multiply_panel(size_t b, int64_t row, int64_t rows, const LeftRows& left,
+                      const ProductOutput& output, int64_t index, const void* panel, float* partial,
+                      int64_t partial_stride) const {
+    PanelProduct p{};
+    p.pairs = pairs_;
+    p.m = rows;
+    p.left = left.data;
+    p.left_stride = left.stride;
+    p.panel = panel;
+    p.depth = blocks_.empty() ? 0 : blocks_[b].words;
+    p.partial = b == 0 ? nullptr : partial;
+    p.partial_stride = partial_stride;
+    if (b + 1 >= blocks_.size()) {
+      output.place(row, index, simd_.width, &p);
+    } else {
+      p.c = partial;
+      p.c_stride = partial_stride;
+      p.c_dtype = DType::kFloat32;
+      p.n = simd_.width;
+    }
+    simd_.product(p);
   }
 
   // Rows and panels split among the threads; a part of rows makes its own copy of the left factor.
@@ -171,10 +307,7 @@ class BlockedProduct {
                      int64_t panel_begin, int64_t panel_end) {
     const DepthBlock none{0, 0, 0, 0, 0};
     const DepthBlock& block = blocks_.empty() ? none : blocks_[b];
-    const bool first = b == 0;
-    const bool last = b + 1 >= blocks_.size();
     const AnyRows left = terms_.empty() ? AnyRows{} : terms_[block.term].left;
-    const int64_t element = static_cast<int64_t>(dtype_size_bytes(left.dtype));
     const bool copies = block.words > 0 && must_copy(left, block);
     const int64_t copy_stride = block.words + 16;  // words
     const int64_t rows = row_end - row_begin;
@@ -187,40 +320,24 @@ class BlockedProduct {
     for (int64_t tile = 0; tile < tiles; tile += kTilesPerBlock) {
       const int64_t row = row_begin + tile * rows / tiles;
       const int64_t count = row_begin + std::min(tiles, tile + kTilesPerBlock) * rows / tiles - row;
-      PanelProduct p{};
-      p.depth = block.words;
-      p.pairs = pairs_;
-      p.m = count;
+      LeftRows lefts;
       if (copies) {
         copy_left(left, row, count, block, copy.data(), copy_stride);
-        p.left = copy.data();
-        p.left_stride = copy_stride * kWordBytes;
+        lefts = {reinterpret_cast<const char*>(copy.data()), copy_stride * kWordBytes};
       } else if (block.words > 0) {
-        p.left = left.at(row, block.begin);
-        p.left_stride = left.stride * element;
+        lefts = left_in_place(block, row);
       }
       size_t j = output_of(panel_begin);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         while (j + 1 < outputs_.size() && panel >= first_panel_[j + 1]) ++j;
         const ProductOutput& output = outputs_[j];
         const int64_t index = panel - first_panel_[j];
-        if (block.words > 0) p.panel = packed_panel(block, output, index, panel - panel0);
+        const void* data =
+            block.words > 0 ? packed_panel(block, output, index, panel - panel0) : nullptr;
         float* partial = partial_ == nullptr ? nullptr
                                              : partial_ + (row - row0) * partial_stride_ +
                                                    (panel - panel0) * simd_.width;
-        p.partial = first ? nullptr : partial;
-        p.partial_stride = partial_stride_;
-        if (last) {
-          output.place(row, index, simd_.width, &p);
-        } else {
-          p.depth2 = 0;
-          p.bias = nullptr;
-          p.c = partial;
-          p.c_stride = partial_stride_;
-          p.c_dtype = DType::kFloat32;
-          p.n = simd_.width;
-        }
-        simd_.product(p);
+        multiply_panel(b, row, count, lefts, output, index, data, partial, partial_stride_);
       }
     }
   }
@@ -258,6 +375,7 @@ class BlockedProduct {
   float* packed_ = nullptr;   // panels of one chunk and depth block
   float* partial_ = nullptr;  // sums of one chunk, where there are several depth blocks
   int64_t partial_stride_ = 0;
+  int64_t row_parts_ = 1;  // where panels are packed by those who multiply them
   std::atomic<bool> no_memory_{false};
 };
 

@@ -41,8 +41,8 @@ struct ProductOutput {
   void place(int64_t row, int64_t panel, int width, PanelProduct* p) const;
 };
 
-// `before`: work that must be done before the product is, such as that of the rank factors; it is done together with the
-// packing of the rights. All lefts and rights share one type up to 32 bits: bfloat16 is multiplied in pairs where the table can, every other
+// `before`: work that must be done before the product is, such as that of the rank factors; it shares a parallel region
+// with packing or copying that everybody waits for. All lefts and rights share one type up to 32 bits: bfloat16 is multiplied in pairs where the table can, every other
 // type as floats. The result does not depend on the number of threads.
 Status blocked_product(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,
                        std::span<const ProductTerm> terms, std::span<const ProductOutput> outputs,
