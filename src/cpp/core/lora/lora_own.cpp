@@ -13,6 +13,9 @@ namespace {
 
 // Up to so many rows, W is read where it lies, as one factor of dot products: packing it would cost more than it saves.
 constexpr int64_t kDotMaxRows = 16;
+// The same for a weight that comes from memory, where reading it in the order in which it lies is what counts.
+constexpr int64_t kDotMaxRowsFromMemory = 32;
+constexpr int64_t kCachedWeightBytes = 16 << 20;
 
 // Rows of w in the order in which they lie: [N, K], or [K, N] of a weight that is stored transposed.
 Status weight_rows(const ExecContext& ctx, const char* op, const TensorView& w,
@@ -44,6 +47,13 @@ struct Projection {
   PackedWeight packed;
 };
 
+// Up to how many rows dot products are the faster way for this weight.
+int64_t dot_rows_of(const TensorView& w, bool packed, bool swapped) {
+  if (swapped) return 0;
+  const int64_t bytes = w.numel() * static_cast<int64_t>(dtype_size_bytes(w.dtype));
+  return packed || bytes < kCachedWeightBytes ? kDotMaxRows : kDotMaxRowsFromMemory;
+}
+
 // Few rows: dot products with the rows of W, then the last pass of the blocked product over each panel's columns.
 void few_rows_forward(const LoraSimd& simd, const ExecContext& ctx, const AnyRows& x, int64_t rows,
                       int64_t inputs, std::span<const ProductOutput> outputs) {
@@ -57,7 +67,7 @@ void few_rows_forward(const LoraSimd& simd, const ExecContext& ctx, const AnyRow
     const AnyRows& w = output.rights[0].rows;
     const int64_t index = panel - first[j];
     const int64_t col = index * simd.width;
-    alignas(64) float sums[kDotMaxRows * kMaxPanelWidth];
+    alignas(64) float sums[kDotMaxRowsFromMemory * kMaxPanelWidth];
     PanelProduct p{};
     p.m = rows;
     p.n = static_cast<int>(std::min<int64_t>(simd.width, output.out->cols() - col));
@@ -86,7 +96,7 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
   std::vector<LoraAdapter> adapters;
   std::vector<Tasks> before(1);
   int64_t column = 0;
-  bool in_rows = true;
+  int64_t dot_max_rows = kDotMaxRowsFromMemory;
   for (size_t j = 0; j < projections.size(); ++j) {
     const LoraProjection& given = args.projections[j];
     Projection& own = projections[j];
@@ -95,7 +105,6 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
     LORAACCEL_RETURN_IF_ERROR(
         weight_rows(ctx, op, given.w, &own.w_copy, &own.right.rows, &swapped));
     own.right.transposed = !swapped;
-    in_rows = in_rows && !swapped;
     if (given.packed_w != nullptr) own.packed = PackedWeight(given.packed_w);
     if (given.bias.defined())
       LORAACCEL_RETURN_IF_ERROR(padded_bias(simd, ctx, op, given.bias, &own.bias));
@@ -105,6 +114,7 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
     before.push_back(own.right2.tasks());
     output.rights = {&own.right, 1};
     output.packed = own.packed.serves(simd) ? &own.packed : nullptr;
+    dot_max_rows = std::min(dot_max_rows, dot_rows_of(given.w, output.packed != nullptr, swapped));
     output.left2 = static_cast<const float*>(args.h.data) + column;
     output.left2_stride = args.h.stride[0];
     output.right2 = &own.right2;
@@ -117,7 +127,7 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
   LORAACCEL_RETURN_IF_ERROR(
       hidden.prepare(simd, ctx, op, term.left, rows, inputs, adapters, args.h));
   before[0] = hidden.tasks();
-  if (in_rows && rows <= kDotMaxRows) {
+  if (rows <= dot_max_rows) {
     run_tasks(ctx, before);
     few_rows_forward(simd, ctx, term.left, rows, inputs, outputs);
   } else {

@@ -80,6 +80,30 @@ TEST_P(LoraLinear, LongSums) {
   }
 }
 
+// Each way of splitting the work: panels packed where they are multiplied, in one pass over the sum or several, or for
+// all threads before; the left factor read where it lies, or copied (rows a multiple of 2 KiB apart); few rows of a
+// weight that comes from memory.
+TEST_P(LoraLinear, WaysThroughTheProduct) {
+  struct Size {
+    int64_t m, k, n;
+  };
+  for (const Size& size : {Size{33, 2200, 20}, Size{37, 20, 2200}, Size{300, 4500, 7},
+                           Size{300, 7, 4500}, Size{40, 1024, 33}, Size{300, 4608, 7}}) {
+    LoraCase c;
+    c.m = size.m;
+    c.k = size.k;
+    c.n = size.n;
+    c.adapters = {{5, 0, DType::kFloat32, 1.5}};
+    check(c);
+    c.dtype = DType::kBFloat16;
+    check(c);
+  }
+  LoraCase large;
+  large.m = 17;
+  large.k = large.n = 2100;
+  check(large);
+}
+
 TEST_P(LoraLinear, Types) {
   for (const DType dtype : kDtypes) {
     for (const DType adapter_dtype : adapter_dtypes(dtype)) {
