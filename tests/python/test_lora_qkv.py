@@ -262,6 +262,29 @@ def test_switched_off() -> None:
         torch.testing.assert_close(off[name], want)
 
 
+@pytest.mark.parametrize("adapted", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_vs5_adapters_on_any_of_the_projections(adapted: tuple[bool, ...]) -> None:
+    """Grouped-query sizes, ranks that differ. Offsets are the frozen layers': a missing adapter moves nothing."""
+    sizes = [(8, 3, True), (2, 1, False), (2, 5, True)]
+    calls = make_group(
+        (6,), 16, [(n, r if has else 0, b) for (n, r, b), has in zip(sizes, adapted, strict=True)]
+    )
+    results = run(calls)
+    check(calls, results)
+    plain = run(calls, composition)  # three plain linears
+    for name, want in plain.items():
+        torch.testing.assert_close(results[name], want, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_vs5_an_adapter_of_another_model() -> None:
+    """k has 2 outputs, its adapter was made for 4: the error names the projection and both sizes."""
+    weights = [torch.ones(8, 16), torch.ones(2, 16), torch.ones(2, 16)]
+    lora_as = [torch.ones(3, 16), torch.ones(2, 16), None]
+    lora_bs = [torch.ones(8, 3), torch.ones(4, 2), None]
+    with pytest.raises(RuntimeError, match=r"projection 1.*lora_B.*\[4, 2\].*\[2, 2\]"):
+        lora_qkv(torch.ones(6, 16), weights, [None] * 3, lora_as, lora_bs, [1.0] * 3)
+
+
 # ---- the buffer ------------------------------------------------------------------------------------------------------
 
 
