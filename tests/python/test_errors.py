@@ -124,12 +124,13 @@ def test_wrong_numbers(wrong: dict[str, float], options: dict[str, Any], words: 
     assert_names(error.value, "loraaccel::lora_linear", *words, "expected")
 
 
-@pytest.mark.parametrize("name", ["hidden", "rank", "output"])
-def test_dropouts_of_later_versions(name: str) -> None:
-    with pytest.raises(NotImplementedError) as error:
-        lora_linear(*Operands(), **{f"{name}_dropout": 0.1})
-    assert_names(error.value, "lora_linear", f"{name}_dropout", "0.1")
-    assert torch.equal(lora_linear(*Operands(), **{f"{name}_dropout": 0.0}), torch.full((3, 6), RIGHT))
+@pytest.mark.parametrize("name", ["input", "hidden", "rank", "output"])
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+def test_no_probability(name: str, p: float) -> None:
+    x, w, a, b = torch.ones(2, 8), torch.ones(4, 8), torch.ones(3, 8), torch.ones(4, 3)
+    for training in (True, False):
+        with pytest.raises(RuntimeError, match=f"{name}_dropout is .*expected a probability from 0 to 1"):
+            loraaccel.lora_linear(x, w, None, a, b, **{f"{name}_dropout": p}, training=training)
 
 
 def test_an_x_that_is_no_tensor() -> None:

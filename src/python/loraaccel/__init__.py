@@ -13,7 +13,20 @@ from loraaccel._packing import set_packing
 from loraaccel._runtime import info, kernels, set_num_threads
 
 if TYPE_CHECKING:
-    from loraaccel.ops import LoraWeights, lora_linear, lora_mlp, lora_qkv
+    from loraaccel._conv2d import lora_conv2d
+    from loraaccel._dora import dora_linear
+    from loraaccel._embedding import lora_embedding
+    from loraaccel._loha import loha_conv2d, loha_linear
+    from loraaccel._lokr import lokr_conv2d, lokr_linear
+    from loraaccel._split import lora_linear_split
+    from loraaccel.ops import (
+        LoraWeights,
+        lora_delta,
+        lora_linear,
+        lora_linear_batched,
+        lora_mlp,
+        lora_qkv,
+    )
     from loraaccel.patching import ModuleReport, PatchReport, disabled, patch, unpatch
 
 __all__ = [
@@ -22,9 +35,19 @@ __all__ = [
     "PatchReport",
     "__version__",
     "disabled",
+    "dora_linear",
     "info",
     "kernels",
+    "loha_conv2d",
+    "loha_linear",
+    "lokr_conv2d",
+    "lokr_linear",
+    "lora_conv2d",
+    "lora_delta",
+    "lora_embedding",
     "lora_linear",
+    "lora_linear_batched",
+    "lora_linear_split",
     "lora_mlp",
     "lora_qkv",
     "patch",
@@ -35,7 +58,17 @@ __all__ = [
 
 # Names that need torch are loaded at first use.
 _LAZY = {
+    "dora_linear": "loraaccel._dora",
+    "lora_conv2d": "loraaccel._conv2d",
+    "lora_embedding": "loraaccel._embedding",
+    "loha_linear": "loraaccel._loha",
+    "loha_conv2d": "loraaccel._loha",
+    "lokr_linear": "loraaccel._lokr",
+    "lokr_conv2d": "loraaccel._lokr",
+    "lora_linear_split": "loraaccel._split",
+    "lora_delta": "loraaccel.ops",
     "lora_linear": "loraaccel.ops",
+    "lora_linear_batched": "loraaccel.ops",
     "lora_qkv": "loraaccel.ops",
     "lora_mlp": "loraaccel.ops",
     "LoraWeights": "loraaccel.ops",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ _NO_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # The registered formula is a Python function that the dispatcher calls whether or not anything needs a gradient
 # (8 us a call); the eager paths, which bring a formula of their own or need none, go below it.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class RankMasks(NamedTuple):
+    """What is done to the rank activations of a call, where anything is."""
+
+    rank_dropouts: Sequence[float] = ()  # hidden_dropout and rank_dropout of each adapter, or none at all
+    adapter_ids: Tensor | None = None  # the adapter of each sample, -1 for none
+
+
+NO_MASKS: tuple[()] = ()
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):
@@ -72,19 +82,20 @@ def forward_below(
     dropouts: list[float],
     seed: Tensor | None,
     cast: torch.dtype | None,
+    masks: RankMasks | tuple[()] = NO_MASKS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, hidden, and x and weight in the type they were used in; nothing is recorded for a backward pass."""
     if cast is None:
         packed = kept_packing(weight, x, False)
         with _below_autograd():
-            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed)
+            y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed, *masks)
         return y, hidden, x, weight
     given = weight
     x, weight = x.to(cast), weight.to(cast)
     bias = None if bias is None else bias.to(cast)
     packed = kept_packing(weight, x, False) if weight is given else None
     with _below_autograd(), torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
-        y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed)
+        y, hidden = forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed, *masks)
     return y, hidden, x, weight
 
 
@@ -95,8 +106,8 @@ def kept_packing(weight: Tensor, x: Tensor, for_input_gradient: bool) -> Tensor 
     return _packing.kept(weight, math.prod(x.shape[:-1]), for_input_gradient, pack_op)
 
 
-# A, B, scalings, dropouts of each adapter.
-AdapterLists: TypeAlias = tuple[list[Tensor], list[Tensor], list[float], list[float]]
+# A, B, scalings, dropouts of each adapter; masks of the rank activations, where there are any.
+AdapterLists: TypeAlias = tuple[list[Tensor], list[Tensor], list[float], list[float], RankMasks | tuple[()]]
 
 
 class LoraLinearFunction(torch.autograd.Function):
@@ -113,9 +124,11 @@ class LoraLinearFunction(torch.autograd.Function):
         cast: torch.dtype | None,
         *adapters: Tensor,  # A, B of each adapter: those of `lists`
     ) -> Tensor:
-        lora_a, lora_b, scalings, dropouts = lists
+        lora_a, lora_b, scalings, dropouts, masks = lists
         dtypes = None if cast is None else (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        y, hidden, x, weight = forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)
+        y, hidden, x, weight = forward_below(
+            x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast, masks
+        )
         # Only what some gradient reads (those of W and A read x, that of x reads W and A): it may be large, and a user
         # may change it in place where nothing needs it.
         needs = ctx.needs_input_grad
@@ -125,24 +138,30 @@ class LoraLinearFunction(torch.autograd.Function):
             keep += (needs_x, True)
         saved, likes = keep_or_shape((x, weight, *adapters), keep)
         ctx.save_for_backward(hidden, *saved)
-        ctx.rest = (likes, scalings, dropouts, seed, dtypes)
+        ctx.rest = (likes, scalings, dropouts, seed, dtypes, masks)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        likes, scalings, dropouts, seed, dtypes = ctx.rest
+        likes, scalings, dropouts, seed, dtypes, masks = ctx.rest
         hidden, *saved = ctx.saved_tensors
         x, weight, *adapters = kept_or_shape(saved, likes)
         needs = ctx.needs_input_grad
         mask = [*needs[:3], *needs[6:]]
         if _is_batched(grad):
+            if masks:
+                raise RuntimeError(
+                    "loraaccel::lora_linear: batched gradients with masked rank activations are not supported"
+                )
             computed = _batched_backward(grad, x, weight, adapters, hidden, scalings, dropouts, mask)
         else:
             a, b = adapters[0::2], adapters[1::2]
             # (A cast weight is another tensor in each call.)
             packed = kept_packing(weight, grad, True) if mask[0] and dtypes is None else None
             with _below_autograd():
-                computed = backward_op(grad, x, weight, a, b, hidden, scalings, dropouts, seed, mask, packed)
+                computed = backward_op(
+                    grad, x, weight, a, b, hidden, scalings, dropouts, seed, mask, packed, *masks
+                )
         wanted = iter(computed)
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
         if dtypes is not None:
@@ -201,6 +220,8 @@ def _forward_fake(
     dropouts: list[float],
     seed: Tensor | None,
     packed: Tensor | None = None,
+    rank_dropouts: Sequence[float] = (),
+    adapter_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = "lora_linear"
     _check_devices(op, x, seed, weight=weight, bias=bias, lora_A=lora_A, lora_B=lora_B)
@@ -242,6 +263,8 @@ def _backward_fake(
     seed: Tensor | None,
     output_mask: list[bool],
     packed: Tensor | None = None,
+    rank_dropouts: Sequence[float] = (),
+    adapter_ids: Tensor | None = None,
 ) -> list[Tensor]:
     _check_devices(
         "lora_linear_backward", x, seed, grad=grad, weight=weight, hidden=hidden, lora_A=lora_A, lora_B=lora_B
@@ -251,7 +274,8 @@ def _backward_fake(
     if output_mask[1]:
         outputs.append(torch.empty_like(weight, memory_format=dense))
     if output_mask[2]:
-        outputs.append(weight.new_empty(weight.shape[0]))
+        sums = torch.float64 if x.dtype == torch.float64 else torch.float32  # the bias may be float32 beside 16 bit
+        outputs.append(weight.new_empty(weight.shape[0], dtype=sums))
     for i, (a, b) in enumerate(zip(lora_A, lora_B, strict=True)):
         if output_mask[3 + 2 * i]:
             outputs.append(torch.empty_like(a, memory_format=dense))
@@ -261,12 +285,13 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed = inputs
+    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed, rank_dropouts, adapter_ids = inputs
     hidden = output[1]
-    ctx.has_packed = packed is not None  # the dispatcher drops arguments that are their defaults
+    ctx.rest = no_gradients((packed, rank_dropouts, adapter_ids))
+    ctx.rank_dropouts = rank_dropouts
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, hidden, seed, *lora_a, *lora_b)
+    ctx.save_for_backward(x, weight, hidden, seed, adapter_ids, *lora_a, *lora_b)
     ctx.scalings, ctx.dropouts, ctx.adapters, ctx.has_bias = scalings, dropouts, len(lora_a), bias is not None
     # Inputs that are lists are one entry of needs_input_grad, or one per tensor, depending on the version of torch.
     ctx.wanted = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad]
@@ -274,19 +299,33 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
         ctx.wanted += [a.requires_grad, b.requires_grad]
 
 
+def no_gradient(value: Any) -> list[None] | None:
+    """In the place of a gradient that an argument has not: an empty list of numbers is taken for one of tensors."""
+    return [] if isinstance(value, (list, tuple)) and not value else None
+
+
+def no_gradients(optional: Sequence[Any]) -> list[Any]:
+    """The same for arguments at the end of a schema: the dispatcher drops those that are their defaults."""
+    given = len(optional)
+    while given and not isinstance(optional[given - 1], Tensor) and not optional[given - 1]:
+        given -= 1
+    return [no_gradient(value) for value in optional[:given]]
+
+
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
-    x, weight, hidden, seed, *adapters = ctx.saved_tensors
+    x, weight, hidden, seed, adapter_ids, *adapters = ctx.saved_tensors
     n = ctx.adapters
-    numbers: list[None] | None = (
-        None if n else []
-    )  # an empty list of numbers is taken for an empty list of tensors
-    rest = (None,) * (2 if ctx.has_packed else 1)
+    numbers = no_gradient(ctx.scalings)
+    rest = (None, *ctx.rest)
     if grad is None:
         return (None, None, None, [None] * n, [None] * n, numbers, numbers, *rest)
     lora_a, lora_b = adapters[:n], adapters[n:]
     wanted = iter(
-        backward_op(grad, x, weight, lora_a, lora_b, hidden, ctx.scalings, ctx.dropouts, seed, ctx.wanted)
-    )
+        backward_op(
+            grad, x, weight, lora_a, lora_b, hidden, ctx.scalings, ctx.dropouts, seed, ctx.wanted, None,
+            ctx.rank_dropouts, adapter_ids,
+        )
+    )  # fmt: skip
     gx, gw, gb, *gab = [next(wanted) if m else None for m in ctx.wanted]
     return (gx, gw, gb, gab[0::2], gab[1::2], numbers, numbers, *rest)
 
@@ -321,6 +360,8 @@ def _autocast_forward(
     dropouts: list[float],
     seed: Tensor | None,
     packed: Tensor | None = None,
+    rank_dropouts: Sequence[float] = (),
+    adapter_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Direct calls of the operator under autocast: x, weight, bias in autocast's type as in F.linear; adapters stay."""
     cast = autocast_dtype(x, weight)
@@ -328,7 +369,9 @@ def _autocast_forward(
         if cast is not None:
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
-        return forward_op(x, weight, bias, lora_A, lora_B, scalings, dropouts, seed, packed)
+        return forward_op(
+            x, weight, bias, lora_A, lora_B, scalings, dropouts, seed, packed, rank_dropouts, adapter_ids
+        )
 
 
 _library = torch.library.Library("loraaccel", "IMPL")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +25,63 @@ def lora_linear(
         x = x.to(a.dtype)
         y = y + F.linear(F.linear(F.dropout(x, p), a), b) * scaling
     return y.to(dtype)
+
+
+def lora_delta(
+    x: Tensor,
+    base: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    scalings: Sequence[float],
+    dropouts: Sequence[float],
+    rank_dropouts: Sequence[float] = (),
+    output_dropout: float = 0.0,
+    adapter_ids: Tensor | None = None,
+) -> Tensor:
+    """base and the adapters' update, the latter with every kind of dropout; as many numbers as `DeltaCall` has."""
+    y = base
+    for i, (a, b, scaling, p) in enumerate(zip(lora_a, lora_b, scalings, dropouts, strict=True)):
+        x = x.to(a.dtype)
+        h = F.linear(F.dropout(x, p), a)
+        if rank_dropouts:
+            h = F.dropout(h, rank_dropouts[2 * i])
+            if rank_dropouts[2 * i + 1]:
+                h = h * rank_mask(h, rank_dropouts[2 * i + 1])
+        delta = F.dropout(F.linear(h, b) * scaling, output_dropout)
+        if adapter_ids is not None:
+            mine = (adapter_ids == i).to(y.device).reshape(-1, *[1] * (delta.dim() - 1))
+            delta = torch.where(mine if delta.dim() > 1 else mine[0], delta, torch.zeros_like(delta))
+        y = y + delta
+    return y.to(base.dtype)
+
+
+def lora_qkv(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    adapters: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    scalings: Sequence[Sequence[float]],
+    dropouts: Sequence[Sequence[float]] | None,
+    rank_dropouts: Sequence[float],
+) -> tuple[Tensor, ...]:
+    """The layers one after the other."""
+    outputs, at = [], 0
+    for j, (w, bias, pairs, scales) in enumerate(zip(weights, biases, adapters, scalings, strict=True)):
+        n = len(pairs)
+        ranks = rank_dropouts[2 * at : 2 * (at + n)]
+        at += n
+        base = lora_linear(x, w, bias, (), (), (), ())
+        inputs = dropouts[j] if dropouts else [0.0] * n
+        a, b = [p[0] for p in pairs], [p[1] for p in pairs]
+        outputs.append(lora_delta(x, base, a, b, scales, inputs, ranks))
+    return tuple(outputs)
+
+
+def rank_mask(h: Tensor, p: float) -> Tensor:
+    """kohya's rank dropout: for each sample, the first dimension of h, whole ranks, the last one, times 1 / (1 - p)."""
+    samples = h.shape[:1] if h.dim() > 1 else ()
+    mask = (torch.rand((*samples, h.shape[-1]), device=h.device) > p).to(h.dtype)
+    return mask.reshape(*samples, *[1] * (h.dim() - 2), h.shape[-1]) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def lora_mlp(

@@ -25,6 +25,16 @@ class GroupCall(NamedTuple):
     scalings: list[float]  # of each adapter
     dropouts: list[float]  # in force, of each adapter
     cast: torch.dtype | None  # type that autocast gives x, weights and biases
+    rank_dropouts: Sequence[float] = ()  # hidden_dropout and rank_dropout of each adapter, or none at all
+
+    @property
+    def masks(self) -> tuple[Sequence[float], ...]:
+        """The operator's argument, where it is not its default."""
+        return (self.rank_dropouts,) if self.rank_dropouts else ()
+
+    @property
+    def dropped(self) -> bool:
+        return any(self.dropouts) or any(self.rank_dropouts)
 
     def cut(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Weights, biases, and A and B of each adapter, from the flat list of a call."""
@@ -117,34 +127,59 @@ class LoraQkvFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.dtypes = types_before(call, x, tensors)
-        x, used = call.to_cast(x, tensors)
-        y, hidden = run_below(forward_op, call, x, used, seed)
-        need_x, _, *needs = ctx.needs_input_grad[1:]
-        need_w, _, need_ab = call.cut(needs)
-        keep = [need_x] * len(need_w) + [need_x or i % 2 == 1 for i in range(len(need_ab))]
-        keep_x = any(need_w) or any(need_ab[0::2])
-        saved, ctx.likes = keep_operands(call, x, used, keep_x, keep)
-        ctx.save_for_backward(hidden, seed, *saved)
-        return split(y, call.cut(used)[0])
+        y = _forward(ctx, call, x, seed, tensors)
+        return split(y, tensors[: len(call.has_bias)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        call: GroupCall = ctx.call
-        hidden, seed, *saved = ctx.saved_tensors
-        x, weights, adapters = kept_operands(call, saved, ctx.likes)
-        need_x, _, *needs = ctx.needs_input_grad[1:]
-        mask = call.mask(need_x, needs)
-        present = [g for g in grads if g is not None]
-        refuse_batched("lora_qkv", present)
-        with _below_autograd():
-            computed = backward_op(
-                present, [g is not None for g in grads], x, weights, adapters[0::2], adapters[1::2],
-                call.adapters, hidden, call.scalings, call.dropouts, seed, mask,
-            )  # fmt: skip
-        return (None, *finish_backward(ctx, call, computed, mask, (*present, x, *weights, *adapters)))
+        return _group_backward(ctx, grads)
+
+
+class LoraQkvPackedFunction(torch.autograd.Function):
+    """The same with the outputs side by side in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, *tensors: Tensor) -> Tensor:
+        return _forward(ctx, call, x, seed, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return _group_backward(ctx, grad.split(ctx.sizes, dim=-1))
+
+
+def _forward(ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
+    """y of all layers; keeps what the backward pass reads."""
+    ctx.set_materialize_grads(False)
+    ctx.call = call
+    ctx.dtypes = types_before(call, x, tensors)
+    x, used = call.to_cast(x, tensors)
+    y, hidden = run_below(forward_op, call, x, used, seed, *call.masks)
+    need_x, _, *needs = ctx.needs_input_grad[1:]
+    need_w, _, need_ab = call.cut(needs)
+    keep = [need_x] * len(need_w) + [need_x or i % 2 == 1 for i in range(len(need_ab))]
+    keep_x = any(need_w) or any(need_ab[0::2])
+    saved, ctx.likes = keep_operands(call, x, used, keep_x, keep)
+    ctx.save_for_backward(hidden, seed, *saved)
+    ctx.sizes = [w.shape[0] for w in call.cut(used)[0]]
+    return y
+
+
+def _group_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    call: GroupCall = ctx.call
+    hidden, seed, *saved = ctx.saved_tensors
+    x, weights, adapters = kept_operands(call, saved, ctx.likes)
+    need_x, _, *needs = ctx.needs_input_grad[1:]
+    mask = call.mask(need_x, needs)
+    present = [g for g in grads if g is not None]
+    refuse_batched("lora_qkv", present)
+    with _below_autograd():
+        computed = backward_op(
+            present, [g is not None for g in grads], x, weights, adapters[0::2], adapters[1::2],
+            call.adapters, hidden, call.scalings, call.dropouts, seed, mask, *call.masks,
+        )  # fmt: skip
+    return (None, *finish_backward(ctx, call, computed, mask, (*present, x, *weights, *adapters)))
 
 
 def refuse_batched(op: str, grads: Sequence[Tensor]) -> None:
@@ -181,6 +216,7 @@ def _forward_fake(
     scalings: list[float],
     dropouts: list[float],
     seed: Tensor | None,
+    rank_dropouts: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor]:
     op = "lora_qkv"
     _autograd._check_devices(op, x, seed, weights=weights, biases=biases, lora_A=lora_A, lora_B=lora_B)
@@ -214,6 +250,7 @@ def _backward_fake(
     dropouts: list[float],
     seed: Tensor | None,
     output_mask: list[bool],
+    rank_dropouts: Sequence[float] = (),
 ) -> list[Tensor]:
     _autograd._check_devices(
         "lora_qkv_backward", x, seed, grads=grads, weights=weights, lora_A=lora_A, lora_B=lora_B
@@ -265,11 +302,14 @@ def dispatcher_grads(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, _, has_bias, lora_a, lora_b, adapters, scalings, dropouts, seed = inputs
+    x, weights, _, has_bias, lora_a, lora_b, adapters, scalings, dropouts, seed, rank_dropouts = inputs
+    ctx.rest = _autograd.no_gradients((rank_dropouts,))
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, output[1], seed, *weights, *lora_a, *lora_b)
-    ctx.call = GroupCall(list(has_bias), list(adapters), list(scalings), list(dropouts), None)
+    ctx.call = GroupCall(
+        list(has_bias), list(adapters), list(scalings), list(dropouts), None, list(rank_dropouts)
+    )
     ctx.wanted = dispatcher_needs(ctx.call, inputs)
 
 
@@ -279,14 +319,15 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     x, hidden, seed, *rest = ctx.saved_tensors
     weights, lora_a, lora_b = rest[:n], rest[n : n + m], rest[n + m :]
     if grad is None:
-        return dispatcher_grads(call, None, 1)
+        return (*dispatcher_grads(call, None, 1), *ctx.rest)
     computed = iter(
         backward_op(
             list(split(grad, weights)), [True] * n, x, weights, lora_a, lora_b, call.adapters, hidden,
-            call.scalings, call.dropouts, seed, ctx.wanted,
+            call.scalings, call.dropouts, seed, ctx.wanted, *call.masks,
         )
     )  # fmt: skip
-    return dispatcher_grads(call, [next(computed) if w else None for w in ctx.wanted], 1)
+    grads = dispatcher_grads(call, [next(computed) if w else None for w in ctx.wanted], 1)
+    return (*grads, *ctx.rest)
 
 
 torch.library.register_autograd("loraaccel::lora_qkv", _backward, setup_context=_setup_context)

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from loraaccel import _eager, _mlp, _qkv, _state
-from loraaccel._autograd import LoraLinearFunction, autocast_dtype, forward_below, forward_op
+from loraaccel import _delta, _eager, _mlp, _qkv, _state
+from loraaccel._autograd import (
+    NO_MASKS,
+    LoraLinearFunction,
+    RankMasks,
+    autocast_dtype,
+    forward_below,
+    forward_op,
+)
+from loraaccel._checks import check_operands, in_force, number
 
 
 def lora_linear(
@@ -27,34 +35,123 @@ def lora_linear(
     output_dropout: float = 0.0,
     training: bool = True,
 ) -> Tensor:
-    """LoRA linear layer:  y = x Wᵀ + bias + scaling · (D(x) Aᵀ) Bᵀ.
+    """LoRA linear layer:  y = x Wᵀ + bias + scaling · O ∘ ((R ∘ H ∘ (D(x) Aᵀ)) Bᵀ).
 
     x [..., K] → y [..., N]; weight [N, K], bias [N] or None, lora_A [R, K], lora_B [N, R].
     ``scaling`` is alpha / r (alpha / √r for rank-stabilised LoRA), already divided.
-    D is dropout with probability ``input_dropout`` in training (PEFT's place for it); its mask is a function of two
-    numbers drawn from torch's default CPU generator, so it follows ``torch.manual_seed`` and is recomputed, not stored.
+
+    Dropouts, all in training only, each by its probability p, kept values times 1 / (1 - p):
+    D on the input (``input_dropout``, PEFT), H on the rank activations (``hidden_dropout``, kohya's dropout), R on
+    whole ranks of a sample (``rank_dropout``, kohya; a sample is an index of x's first dimension), O on the adapter's
+    output (``output_dropout``, LyCORIS in bypass mode; the frozen product and the update are then two passes over y).
+    Masks are functions of two numbers drawn from torch's default CPU generator, so they follow ``torch.manual_seed``
+    and are recomputed, not stored.
 
     x, weight and bias share a dtype: float32, float64, bfloat16 or float16; y has it too. The adapters share it or are
     float32 beside 16-bit operands, or 16-bit beside float32. Under autocast y has autocast's dtype. Sums are
-    float32 (float64 for float64), y is rounded once, or twice where torch's 16-bit GEMM computes x Wᵀ.
+    float32 (float64 for float64), y is rounded once, or twice where torch's 16-bit GEMM computes x Wᵀ or with O.
     Any strides, any number of leading dimensions, zero rows. Gradients: x, weight, bias, lora_A, lora_B, each in its
     own dtype, only where required; a gradient of a gradient raises RuntimeError.
 
     Raises RuntimeError naming the argument, what was found and what was expected for wrong shapes, dtypes, a scaling
     that is not finite or a probability outside [0, 1];
-    ValueError for tensors on different devices, TypeError for what is no tensor;
-    NotImplementedError for the three dropouts that are not part of this version.
+    ValueError for tensors on different devices, TypeError for what is no tensor.
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
     """
-    for name, p in (("hidden", hidden_dropout), ("rank", rank_dropout), ("output", output_dropout)):
-        if p != 0.0:
-            raise NotImplementedError(
-                f"lora_linear: {name}_dropout is {p}; this version has input_dropout only"
-            )
     _check_tensors(x, weight, bias, lora_A, lora_B)
-    dropout = input_dropout if training or not 0.0 <= input_dropout <= 1.0 else 0.0
-    scale = _number("lora_linear", scaling)
-    return lora_linear_adapters(x, weight, bias, (lora_A,), (lora_B,), [scale], [float(dropout)])
+    scale = number("lora_linear", scaling)
+    p_input, p_hidden, p_rank, p_output = in_force(
+        training, input_dropout, hidden_dropout, rank_dropout, output_dropout
+    )
+    ranks = [p_hidden, p_rank] if p_hidden or p_rank else []
+    if p_output:
+        base = lora_linear_adapters(x, weight, bias, (), (), [], [])
+        return lora_delta_adapters(x, base, (lora_A,), (lora_B,), [scale], [p_input], ranks, p_output)
+    return lora_linear_adapters(x, weight, bias, (lora_A,), (lora_B,), [scale], [p_input], ranks)
+
+
+def lora_delta(
+    x: Tensor,
+    base: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float = 1.0,
+    *,
+    input_dropout: float = 0.0,
+    hidden_dropout: float = 0.0,
+    rank_dropout: float = 0.0,
+    output_dropout: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """The adapter alone, added to a frozen layer's output:  y = base + scaling · O ∘ ((R ∘ H ∘ (D(x) Aᵀ)) Bᵀ).
+
+    For frozen layers that compute their own output: quantised ones, or anything else that maps x [..., K] to
+    base [..., N]. base is read once and not changed; y has its shape and dtype, and is rounded once. x and base may
+    differ in dtype (under autocast x is used in autocast's). The gradient of base is that of y. Everything else as in
+    `lora_linear`.
+    """
+    check_operands("lora_delta", {"x": x, "base": base, "lora_A": lora_A, "lora_B": lora_B}, x)
+    scale = number("lora_delta", scaling)
+    p_input, p_hidden, p_rank, p_output = in_force(
+        training, input_dropout, hidden_dropout, rank_dropout, output_dropout
+    )
+    ranks = [p_hidden, p_rank] if p_hidden or p_rank else []
+    return lora_delta_adapters(x, base, (lora_A,), (lora_B,), [scale], [p_input], ranks, p_output)
+
+
+def lora_linear_batched(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_As: Sequence[Tensor],
+    lora_Bs: Sequence[Tensor],
+    scalings: Sequence[float],
+    adapter_ids: Tensor | Sequence[int],
+) -> Tensor:
+    """LoRA linear layer with another adapter for each sample:  y_s = x_s Wᵀ + bias + scaling_i · (x_s A_iᵀ) B_iᵀ,
+    i = adapter_ids[s]; the frozen layer's output alone where that is -1.
+
+    x [S, ..., K] → y [S, ..., N]; weight [N, K], bias [N] or None; lora_As [R_i, K], lora_Bs [N, R_i] and scalings of
+    equal length, ranks may differ; adapter_ids: one integer for each of the S samples. A sample's result does not
+    depend on which adapters the others have. Gradients of x, weight, bias and every adapter (zeros for those that no
+    sample has). Types, autocast and errors as in `lora_linear`; ValueError for sequences of different lengths,
+    RuntimeError naming the sample for an id that is none.
+    """
+    lengths = {"lora_As": len(lora_As), "lora_Bs": len(lora_Bs), "scalings": len(scalings)}
+    if len(set(lengths.values())) != 1:
+        found = ", ".join(f"{n} {name}" for name, n in lengths.items())
+        raise ValueError(f"lora_linear_batched: {found}, expected as many of each")
+    where = "lora_linear_batched"
+    check_operands(where, {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias}), x)
+    for i, (a, b) in enumerate(zip(lora_As, lora_Bs, strict=True)):
+        check_operands(f"{where}: adapter {i}", {"lora_A": a, "lora_B": b}, x)
+    scales = [number(where, s) for s in scalings]
+    samples = x.shape[0] if x.dim() > 1 else 1
+    ids = _adapter_ids(where, adapter_ids, samples)
+    if not lora_As:
+        if samples and int(ids.max()) != -1:
+            raise RuntimeError(
+                f"{where}: sample has adapter {int(ids.max())}, expected -1: there are no adapters"
+            )
+        return lora_linear_adapters(x, weight, bias, (), (), [], [])
+    none = [0.0] * len(scales)
+    return lora_linear_adapters(x, weight, bias, lora_As, lora_Bs, scales, none, [], ids)
+
+
+def _adapter_ids(where: str, given: Tensor | Sequence[int], samples: int) -> Tensor:
+    try:
+        ids = torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"{where}: adapter_ids is a {type(given).__name__}, expected integers, one for each sample"
+        ) from None
+    if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool or ids.is_complex()):
+        raise TypeError(f"{where}: adapter_ids is {ids.dtype}, expected integers")
+    if ids.dim() != 1 or ids.shape[0] != samples:
+        raise ValueError(
+            f"{where}: adapter_ids has shape {list(ids.shape)}, expected [{samples}], one for each sample of x"
+        )
+    return ids.to(torch.int64).contiguous()
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> None:
@@ -62,22 +159,7 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tenso
     operands = {"x": x, "weight": weight, "bias": bias, "lora_A": lora_a, "lora_B": lora_b}
     if bias is None:
         del operands["bias"]
-    _check_operands("lora_linear", operands, x)
-
-
-def _check_operands(where: str, operands: dict[str, Any], x: Tensor) -> None:
-    for name, t in operands.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{where}: {name} is a {type(t).__name__}, expected a torch.Tensor")
-        if t.device != x.device:
-            raise ValueError(f"{where}: {name} is on {t.device}, expected {x.device} as x")
-
-
-def _number(op: str, scaling: Any) -> float:
-    try:
-        return float(scaling)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: scaling is {scaling!r}, expected a number") from None
+    check_operands("lora_linear", operands, x)
 
 
 def lora_linear_adapters(
@@ -88,15 +170,53 @@ def lora_linear_adapters(
     lora_b: Sequence[Tensor],
     scalings: list[float],
     dropouts: list[float],
+    rank_dropouts: Sequence[float] = (),
+    adapter_ids: Tensor | None = None,
 ) -> Tensor:
-    """`lora_linear` with any number of adapters on one input:  y = x Wᵀ + bias + Σ sᵢ (Dᵢ(x) Aᵢᵀ) Bᵢᵀ, rounded once.
+    """`lora_linear` with any number of adapters on one input:  y = x Wᵀ + bias + Σ sᵢ (Hᵢ ∘ (Dᵢ(x) Aᵢᵀ)) Bᵢᵀ.
 
-    Each adapter has a mask of its own. The dropouts are those in force: 0 outside training.
+    Each adapter has masks of its own. The dropouts are those in force: 0 outside training; rank_dropouts has two for
+    each adapter (hidden, rank) or is empty. adapter_ids: which one of them each sample has, -1 for none.
     """
     if _state.off():
-        return _eager.lora_linear(x, weight, bias, lora_a, lora_b, scalings, dropouts)
+        y = _eager.lora_linear(x, weight, bias, (), (), (), ())
+        return _eager.lora_delta(x, y, lora_a, lora_b, scalings, dropouts, rank_dropouts, 0.0, adapter_ids)
+    masks = RankMasks(rank_dropouts, adapter_ids) if rank_dropouts or adapter_ids is not None else NO_MASKS
     cast = autocast_dtype(x, weight)
-    return run_lora_linear((x, weight, bias, list(lora_a), list(lora_b), scalings, dropouts, cast))
+    call = (x, weight, bias, list(lora_a), list(lora_b), scalings, dropouts, cast)
+    return run_lora_linear(call, masks)
+
+
+def lora_delta_adapters(
+    x: Tensor,
+    base: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    scalings: list[float],
+    dropouts: list[float],
+    rank_dropouts: Sequence[float] = (),
+    output_dropout: float = 0.0,
+    adapter_ids: Tensor | None = None,
+) -> Tensor:
+    """`lora_delta` with any number of adapters: base + O ∘ (their sum), rounded once. Arguments as above."""
+    if _state.off():
+        return _eager.lora_delta(
+            x, base, lora_a, lora_b, scalings, dropouts, rank_dropouts, output_dropout, adapter_ids
+        )
+    cast = autocast_dtype(x, base)
+    drops = output_dropout or any(dropouts) or any(rank_dropouts)
+    seed = _dropout_seed() if drops else None
+    call = _delta.DeltaCall(scalings, dropouts, seed, rank_dropouts, output_dropout, adapter_ids)
+    pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
+    if cast is not None and x.dtype != cast:
+        x = x.to(cast)
+    if torch.compiler.is_compiling():
+        return _delta.forward_op(x, base, list(lora_a), list(lora_b), scalings, dropouts, seed, *call.masks)[
+            0
+        ]
+    if _records_gradients():
+        return _delta.LoraDeltaFunction.apply(x, base, call, *pairs)
+    return _delta.forward_below(x, base, call, pairs)[0]
 
 
 def _dropout_seed() -> Tensor:
@@ -120,21 +240,23 @@ LoraLinearCall: TypeAlias = tuple[
 ]
 
 
-def run_lora_linear(call: LoraLinearCall) -> Tensor:
+def run_lora_linear(call: LoraLinearCall, masks: RankMasks | tuple[()] = NO_MASKS) -> Tensor:
     """The operator by the cheapest way that gives the gradients which may be asked for."""
     x, weight, bias, lora_a, lora_b, scalings, dropouts, cast = call
-    seed = _dropout_seed() if any(dropouts) else None
+    seed = _dropout_seed() if any(dropouts) or (masks and any(masks[0])) else None
     if torch.compiler.is_compiling():
         if cast is not None:
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
-        return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)[0]
+        if not masks:
+            return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed)[0]
+        return forward_op(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, None, *masks)[0]
     if _records_gradients():
         pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
         return LoraLinearFunction.apply(
-            x, weight, bias, (lora_a, lora_b, scalings, dropouts), seed, cast, *pairs
+            x, weight, bias, (lora_a, lora_b, scalings, dropouts, masks), seed, cast, *pairs
         )
-    return forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast)[0]
+    return forward_below(x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, cast, masks)[0]
 
 
 def lora_qkv(
@@ -172,9 +294,9 @@ def lora_qkv(
             )
         pairs.append(None if a is None or b is None else (a, b))
         named = {"x": x, "weight": w, "bias": bias, "lora_A": a, "lora_B": b}
-        _check_operands(f"lora_qkv: projection {j}", {k: v for k, v in named.items() if v is not None}, x)
+        check_operands(f"lora_qkv: projection {j}", {k: v for k, v in named.items() if v is not None}, x)
     scales = [
-        [] if pair is None else [_number("lora_qkv", s)] for pair, s in zip(pairs, scalings, strict=True)
+        [] if pair is None else [number("lora_qkv", s)] for pair, s in zip(pairs, scalings, strict=True)
     ]
     adapters = [[] if pair is None else [pair] for pair in pairs]
     return lora_qkv_adapters(x, list(weights), list(biases), adapters, scales)
@@ -187,21 +309,46 @@ def lora_qkv_adapters(
     adapters: list[list[tuple[Tensor, Tensor]]],
     scalings: list[list[float]],
     dropouts: list[list[float]] | None = None,
+    rank_dropouts: Sequence[float] = (),
 ) -> tuple[Tensor, ...]:
-    """`lora_qkv` with any number of adapters (A, B) on each projection, each with an input dropout in force."""
-    dropouts = dropouts if dropouts is not None else [[0.0] * len(s) for s in scalings]
+    """`lora_qkv` with any number of adapters (A, B) on each projection, each with an input dropout in force.
+
+    rank_dropouts: hidden and rank dropout of each adapter of each projection, one after the other, or empty.
+    """
     if _state.off():
-        return tuple(
-            _eager.lora_linear(x, w, b, [p[0] for p in ab], [p[1] for p in ab], s, d)
-            for w, b, ab, s, d in zip(weights, biases, adapters, scalings, dropouts, strict=True)
-        )
-    call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts)
-    seed = _dropout_seed() if any(call.dropouts) else None
+        return _eager.lora_qkv(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
+    call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
     if not torch.compiler.is_compiling() and _records_gradients():
-        return _qkv.LoraQkvFunction.apply(call, x, seed, *tensors)
+        return _qkv.LoraQkvFunction.apply(call, x, _group_seed(call), *tensors)
+    return _qkv.split(_qkv_below(call, x, tensors), weights)
+
+
+def lora_qkv_packed(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    adapters: list[list[tuple[Tensor, Tensor]]],
+    scalings: list[list[float]],
+    dropouts: list[list[float]] | None = None,
+    rank_dropouts: Sequence[float] = (),
+) -> Tensor:
+    """The same, the outputs side by side: [..., sum of N_j]."""
+    if _state.off():
+        outputs = _eager.lora_qkv(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
+        return torch.cat(outputs, dim=-1)
+    call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
+    if not torch.compiler.is_compiling() and _records_gradients():
+        return _qkv.LoraQkvPackedFunction.apply(call, x, _group_seed(call), *tensors)
+    return _qkv_below(call, x, tensors)
+
+
+def _group_seed(call: _qkv.GroupCall) -> Tensor | None:
+    return _dropout_seed() if call.dropped else None
+
+
+def _qkv_below(call: _qkv.GroupCall, x: Tensor, tensors: list[Tensor]) -> Tensor:
     x, tensors = call.to_cast(x, tensors)
-    y, _ = _run_group(_qkv.forward_op, call, x, tensors, seed)
-    return _qkv.split(y, weights)
+    return _run_group(_qkv.forward_op, call, x, tensors, _group_seed(call), *call.masks)[0]
 
 
 def _group_call(
@@ -210,15 +357,17 @@ def _group_call(
     biases: list[Tensor | None],
     adapters: list[list[tuple[Tensor, Tensor]]],
     scalings: list[list[float]],
-    dropouts: list[list[float]],
+    dropouts: list[list[float]] | None,
+    rank_dropouts: Sequence[float] = (),
 ) -> tuple[_qkv.GroupCall, list[Tensor]]:
     """The call, and its tensors in one list: weights, biases that there are, A and B of each adapter."""
     call = _qkv.GroupCall(
         has_bias=[b is not None for b in biases],
         adapters=[len(ab) for ab in adapters],
         scalings=[s for scale in scalings for s in scale],
-        dropouts=[p for d in dropouts for p in d],
+        dropouts=[p for d in dropouts for p in d] if dropouts else [0.0 for s in scalings for _ in s],
         cast=autocast_dtype(x, weights[0]),
+        rank_dropouts=list(rank_dropouts),
     )
     pairs = [t for ab in adapters for pair in ab for t in pair]
     return call, [*weights, *(b for b in biases if b is not None), *pairs]
@@ -275,10 +424,10 @@ def lora_mlp(
             missing = "lora_A" if w.lora_A is None else "lora_B"
             raise ValueError(f"lora_mlp: {name} has no {missing}, expected both or neither")
         operands = {"x": x, "weight": w.weight, "bias": w.bias, "lora_A": w.lora_A, "lora_B": w.lora_B}
-        _check_operands(f"lora_mlp: {name}", {k: v for k, v in operands.items() if v is not None}, x)
+        check_operands(f"lora_mlp: {name}", {k: v for k, v in operands.items() if v is not None}, x)
     pairs = [[] if w.lora_A is None or w.lora_B is None else [(w.lora_A, w.lora_B)] for w in layers.values()]
     scalings = [
-        [_number("lora_mlp", w.scaling)] if ab else [] for w, ab in zip(layers.values(), pairs, strict=True)
+        [number("lora_mlp", w.scaling)] if ab else [] for w, ab in zip(layers.values(), pairs, strict=True)
     ]
     weights, biases = [w.weight for w in layers.values()], [w.bias for w in layers.values()]
     dropouts = [[0.0] * len(s) for s in scalings]

@@ -15,7 +15,9 @@ from loraaccel.integrations import patched
 
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
-KINDS = ("lora_linear",)
+KINDS = (
+    "lora_linear", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,12 @@ def patch(
     own forward. Modules added to the model later need another call; patching twice changes nothing. Copies and
     pickles of a patched model are patched models (loading such a pickle needs loraaccel; state dicts do not).
 
-    kinds: operators to use, a subset of {"lora_linear"}; None is all.
+    kinds: operators to use, None is all; a subset of
+        "lora_linear": linear layers, with a bias of the adapter or not, also transformers' Conv1D;
+        "dora_linear": linear layers with DoRA;
+        "lora_delta": linear layers whose frozen half computes its own output (quantised, another class, with hooks);
+        "lora_linear_batched": linear layers called with an adapter for each sample (adapter_names);
+        "lora_conv2d", "lora_embedding".
     strict: raise RuntimeError, with the model unchanged, if any LoRA module falls back.
     verify: in the first ``verify`` calls of each module run its own forward too, compare, warn and go back to it for
     good where the outputs differ by more than the bound. Calls with active dropout are not compared, nor are
@@ -102,8 +109,10 @@ def patch(
         if entry.reason == "forward_replaced":
             continue
         state = patched.state_of(module)
-        if state is None or state.reason != never:
-            patched.install(module, patched.PatchState(entry.name, never, verify))
+        if state is None or state.reason != never or state.kinds != (None if kinds is None else wanted):
+            limits = None if kinds is None else wanted
+            state = patched.PatchState(entry.name, never, verify, entry.kind, limits)
+            patched.install(module, state)
         elif verify:
             state.verify = verify
     return report
@@ -126,6 +135,12 @@ def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, module, kind
 
 
+def _uses(kind: str) -> frozenset[str]:
+    """Operators that a module of this kind may run, depending on its state and on the call."""
+    linear = ("lora_linear", "dora_linear", "lora_delta", "lora_linear_batched")
+    return frozenset(linear) if kind == "lora_linear" else frozenset({kind})
+
+
 def _decide(module: nn.Module, name: str, kind: str, wanted: frozenset[str]) -> tuple[ModuleReport, str]:
     """What to report, and the reason for never fusing this module (empty: each call decides)."""
     from loraaccel.integrations import peft
@@ -136,7 +151,7 @@ def _decide(module: nn.Module, name: str, kind: str, wanted: frozenset[str]) -> 
         never = "unsupported_module"
     elif state is not None and state.reason == "verify_failed":
         never = "verify_failed"
-    elif kind not in wanted:
+    elif not _uses(kind) & wanted:
         never = "kind_excluded"
     if _state.SWITCHED_OFF:
         reason = "switched_off"

@@ -52,6 +52,11 @@ Matrix times(const Matrix& a, const Matrix& b) {
   return out;
 }
 
+Matrix gated(Matrix h, const OracleAdapter& ad) {
+  for (const Matrix& gate : ad.gates) h = times(h, gate);
+  return h;
+}
+
 // out += scale * value, and the same of the absolute terms.
 void accumulate(ExactMatrix* out, double scale, const Matrix& value, const Matrix& terms) {
   for (size_t i = 0; i < out->values.size(); ++i) {
@@ -95,8 +100,8 @@ OracleForward oracle_forward(const OracleLayer& layer) {
   int64_t column = 0;
   for (const OracleAdapter& ad : layer.adapters) {
     const Matrix x = times(layer.x, dropout_factors(ad, rows, layer.x.cols));
-    const Matrix h = product(x, ad.a);
-    const Matrix h_terms = product(absolute(x), absolute(ad.a));
+    const Matrix h = gated(product(x, ad.a), ad);
+    const Matrix h_terms = gated(product(absolute(x), absolute(ad.a)), ad);
     for (int64_t m = 0; m < rows; ++m) {
       for (int64_t r = 0; r < h.cols; ++r) out.h(m, column + r) = {h(m, r), h_terms(m, r), 0};
     }
@@ -123,8 +128,8 @@ OracleBackward oracle_backward(const OracleLayer& layer, const Matrix& dy, const
   for (const OracleAdapter& ad : layer.adapters) {
     const Matrix factors = dropout_factors(ad, rows, layer.x.cols);
     const Matrix x = times(layer.x, factors);
-    const Matrix u = product(dy, transposed(ad.b));
-    const Matrix u_terms = product(absolute(dy), absolute(transposed(ad.b)));
+    const Matrix u = gated(product(dy, transposed(ad.b)), ad);
+    const Matrix u_terms = gated(product(absolute(dy), absolute(transposed(ad.b))), ad);
     accumulate(&out.dx, ad.scale, times(product(u, transposed(ad.a)), factors),
                times(product(u_terms, absolute(transposed(ad.a))), factors));
     out.dx.count += ad.a.rows;

@@ -17,6 +17,8 @@ struct OracleAdapter {
   double p = 0;
   uint64_t seed = 0;
   uint64_t offset = 0;
+  // [M, R]: what rank activations are multiplied by, one after the other.
+  std::vector<Matrix> gates = {};
 };
 
 struct OracleLayer {

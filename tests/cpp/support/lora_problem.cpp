@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "support/env.h"
+#include "support/philox_reference.h"
 #include "support/random.h"
 
 namespace loraaccel::test {
@@ -16,6 +17,40 @@ constexpr uint64_t kDropoutOffset =
     0xFFFFFFFF0U;  // more than 32 bits, so that both halves are used
 
 uint64_t dropout_offset(size_t adapter) { return kDropoutOffset + adapter; }
+DropoutSpec hidden_dropout(const AdapterCase& ad, size_t i) {
+  return {ad.hidden_dropout, kDropoutSeed, kDropoutOffset + 100 + i};
+}
+DropoutSpec rank_dropout(const AdapterCase& ad, size_t i) {
+  return {ad.rank_dropout, kDropoutSeed, kDropoutOffset + 200 + i};
+}
+
+// What multiplies the rank activations of adapter i: its masks, and 0 in rows of samples that have another adapter.
+std::vector<Matrix> gates(const LoraCase& c, size_t i) {
+  const AdapterCase& ad = c.adapters[i];
+  std::vector<Matrix> list;
+  const auto add = [&](const auto& factor) {
+    Matrix& gate = list.emplace_back(c.m, ad.rank);
+    for (int64_t m = 0; m < c.m; ++m) {
+      for (int64_t r = 0; r < ad.rank; ++r) gate(m, r) = factor(m, r);
+    }
+  };
+  const auto mask = [](const DropoutSpec& d, int64_t row, int64_t col) {
+    return dropout_keeps(d.p, d.seed, d.offset, row, col) ? 1 / (1 - d.p) : 0;
+  };
+  if (ad.hidden_dropout > 0)
+    add([&](int64_t m, int64_t r) { return mask(hidden_dropout(ad, i), m, r); });
+  if (ad.rank_dropout > 0)
+    add([&](int64_t m, int64_t r) { return mask(rank_dropout(ad, i), m / c.sample_rows, r); });
+  if (!c.sample_adapters.empty()) {
+    add([&](int64_t m, int64_t) {
+      const auto sample = static_cast<size_t>(m / c.sample_rows);
+      return c.sample_adapters[sample] == static_cast<int64_t>(i) ? 1.0 : 0.0;
+    });
+  }
+  return list;
+}
+
+}  // namespace
 
 // A NaN or a number out of bounds fails; the message names the first one.
 void expect_close(const char* name, const Operand& got, const ExactMatrix& exact, Pass pass,
@@ -43,8 +78,6 @@ void expect_close(const char* name, const Operand& got, const ExactMatrix& exact
   EXPECT_TRUE(got.guards_intact()) << name << ": written outside its elements";
 }
 
-}  // namespace
-
 std::string describe(const LoraCase& c) {
   std::string text = "M " + std::to_string(c.m) + " K " + std::to_string(c.k) + " N " +
                      std::to_string(c.n) + " " + dtype_name(c.dtype) + (c.bias ? " bias" : "") +
@@ -53,8 +86,11 @@ std::string describe(const LoraCase& c) {
                      layout_name(c.adapters_out);
   for (const AdapterCase& ad : c.adapters) {
     text += " (R " + std::to_string(ad.rank) + " " + dtype_name(ad.dtype) + " p " +
-            std::to_string(ad.dropout) + " s " + std::to_string(ad.scale) + ")";
+            std::to_string(ad.dropout) + " hidden " + std::to_string(ad.hidden_dropout) + " rank " +
+            std::to_string(ad.rank_dropout) + " s " + std::to_string(ad.scale) + ")";
   }
+  if (c.sample_rows != 1) text += " samples of " + std::to_string(c.sample_rows);
+  for (const int64_t adapter : c.sample_adapters) text += " " + std::to_string(adapter);
   return text;
 }
 
@@ -85,8 +121,8 @@ LoraProblem::LoraProblem(const LoraCase& c)
     const AdapterCase& ad = c.adapters[i];
     a_.push_back(Operand::matrix(ad.dtype, ad.rank, c.k, c.x, real));
     b_.push_back(Operand::matrix(ad.dtype, c.n, ad.rank, c.x, real));
-    layer_.adapters.push_back(
-        {a_[i].read(), b_[i].read(), ad.scale, ad.dropout, kDropoutSeed, dropout_offset(i)});
+    layer_.adapters.push_back({a_[i].read(), b_[i].read(), ad.scale, ad.dropout, kDropoutSeed,
+                               dropout_offset(i), gates(c, i)});
     total_rank += ad.rank;
   }
   forward_ = oracle_forward(layer_);
@@ -102,9 +138,18 @@ std::vector<LoraAdapter> LoraProblem::adapters() const {
     list.push_back({a_[i].view(),
                     b_[i].view(),
                     case_.adapters[i].scale,
-                    {case_.adapters[i].dropout, kDropoutSeed, dropout_offset(i)}});
+                    {case_.adapters[i].dropout, kDropoutSeed, dropout_offset(i)},
+                    hidden_dropout(case_.adapters[i], i),
+                    rank_dropout(case_.adapters[i], i)});
   }
   return list;
+}
+
+LoraSamples LoraProblem::samples() const {
+  LoraSamples s;
+  s.rows = case_.sample_rows;
+  if (!case_.sample_adapters.empty()) s.adapter = case_.sample_adapters.data();
+  return s;
 }
 
 ForwardRun LoraProblem::forward_outputs() const {
@@ -116,7 +161,8 @@ ForwardRun LoraProblem::forward_outputs() const {
 
 LoraLinearArgs LoraProblem::forward_args(const ForwardRun& run, Views* views) const {
   views->adapters = adapters();
-  return {x_.view(), w_.view(), bias_.view(), views->adapters, run.y.view(), run.h.view()};
+  return {x_.view(),    w_.view(),    bias_.view(), views->adapters,
+          run.y.view(), run.h.view(), nullptr,      samples()};
 }
 
 ForwardRun LoraProblem::forward(const ExecContext& ctx, const char* kernel) const {
@@ -156,6 +202,7 @@ LoraLinearBackwardArgs LoraProblem::backward_args(const BackwardRun& run, Views*
   args.adapters = views->adapters;
   if (needs_h) args.h = h_.view();
   args.grads = {run.dx.view(), run.dw.view(), run.dbias.view(), views->da, views->db};
+  args.samples = samples();
   return args;
 }
 

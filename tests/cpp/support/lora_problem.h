@@ -18,6 +18,8 @@ struct AdapterCase {
   double dropout = 0;
   DType dtype = DType::kFloat32;
   double scale = 1.5;
+  double hidden_dropout = 0;
+  double rank_dropout = 0;
 };
 
 struct LoraCase {
@@ -30,6 +32,8 @@ struct LoraCase {
   Layout y = Layout::kDense;                                  // y and dx
   Layout dw = Layout::kDense, adapters_out = Layout::kDense;  // dw, dbias; dA, dB
   uint64_t seed = 1;
+  int64_t sample_rows = 1;
+  std::vector<int64_t> sample_adapters = {};  // of each sample; empty: all have all
 };
 std::string describe(const LoraCase& c);
 
@@ -77,6 +81,7 @@ class LoraProblem {
 
  private:
   std::vector<LoraAdapter> adapters() const;
+  LoraSamples samples() const;
 
   LoraCase case_;
   DType sums_;
@@ -86,6 +91,11 @@ class LoraProblem {
   OracleForward forward_;
   OracleBackward backward_;
 };
+
+// Every number within its bound, as an expectation of GoogleTest: a NaN or a number out of bounds fails, and the message
+// names the first one. Nothing where `got` was not asked for.
+void expect_close(const char* name, const Operand& got, const ExactMatrix& exact, Pass pass,
+                  DType sums, bool rounds_partials);
 
 // "portable" ... a kernel by name; null where the list has none.
 const LoraLinearKernel* find_kernel(const std::string& name);

@@ -49,7 +49,20 @@ inline at::Tensor composition(const at::Tensor& x, const at::Tensor& weight,
       dropped =
           rows * dropout_factors(ad.input_dropout, seed, index, rows.size(0), inputs).to(x.dtype());
     }
-    y = y + ad.scaling * dropped.matmul(ad.lora_A.t()).matmul(ad.lora_B.t());
+    at::Tensor h = dropped.matmul(ad.lora_A.t());
+    const int64_t rank = ad.lora_A.size(0);
+    const auto adapter_count = static_cast<int64_t>(adapters.size());
+    if (ad.hidden_dropout > 0 && seed.defined()) {
+      h = h * dropout_factors(ad.hidden_dropout, seed, adapter_count + index, h.size(0), rank)
+                  .to(x.dtype());
+    }
+    if (ad.rank_dropout > 0 && seed.defined() && h.size(0) > 0) {
+      const int64_t samples = x.dim() > 1 ? x.size(0) : 1;
+      const at::Tensor factors =
+          dropout_factors(ad.rank_dropout, seed, 2 * adapter_count + index, samples, rank);
+      h = h * factors.repeat_interleave(h.size(0) / samples, 0).to(x.dtype());
+    }
+    y = y + ad.scaling * h.matmul(ad.lora_B.t());
     ++index;
   }
   std::vector<int64_t> shape = x.sizes().vec();

@@ -79,6 +79,15 @@ TEST(Autograd, DropoutOfSeveralAdapters) {
   expect_same_gradients(l, next_seed());
 }
 
+TEST(Autograd, DropoutOfRankActivations) {
+  Layer l = Layer::make({3, 5}, {3, 4, 70});
+  l.adapters[0].hidden_dropout = 0.4;
+  l.adapters[1].rank_dropout = 0.5;
+  l.adapters[2].input_dropout = l.adapters[2].hidden_dropout = l.adapters[2].rank_dropout = 0.3;
+  expect_same_gradients(l, next_seed());
+  expect_equal(l.ours(/*training=*/false), composition(l.x, l.weight, l.bias, l.adapters));
+}
+
 TEST(Autograd, FullDropout) {
   const Layer l = Layer::make({4}, {3}, 1.0);
   expect_equal(l.ours(), composition(l.x, l.weight, l.bias, {}));
@@ -98,6 +107,11 @@ TEST(Autograd, OneAdapterIsTheListOfOne) {
                                {.input_dropout = 0.5, .training = true});
   expect_equal(
       y, composition(l.x, l.weight, std::nullopt, {{{ad.lora_A, ad.lora_B, 2.0, 0.5}}}, seed));
+  const Tensor next = next_seed();
+  expect_equal(lora_linear(l.x, l.weight, std::nullopt, ad.lora_A, ad.lora_B, 2.0,
+                           {.hidden_dropout = 0.5, .rank_dropout = 0.25}),
+               composition(l.x, l.weight, std::nullopt,
+                           {{{ad.lora_A, ad.lora_B, 2.0, 0, 0.5, 0.25}}}, next));
 }
 
 TEST(Autograd, StridedOperands) {

@@ -266,14 +266,11 @@ class BlockedProduct {
     p.depth = blocks_.empty() ? 0 : blocks_[b].words;
     p.partial = b == 0 ? nullptr : partial;
     p.partial_stride = partial_stride;
-    if (b + 1 >= blocks_.size()) {
-      output.place(row, index, simd_.width, &p);
-    } else {
-      p.c = partial;
-      p.c_stride = partial_stride;
-      p.c_dtype = DType::kFloat32;
-      p.n = simd_.width;
-    }
+    if (b + 1 >= blocks_.size()) return output.finish(simd_, row, index, p);
+    p.c = partial;
+    p.c_stride = partial_stride;
+    p.c_dtype = DType::kFloat32;
+    p.n = simd_.width;
     simd_.product(p);
   }
 
@@ -381,18 +378,73 @@ class BlockedProduct {
 
 }  // namespace
 
-void ProductOutput::place(int64_t row, int64_t panel, int width, PanelProduct* p) const {
+void ProductOutput::place(const RankRun& run, int64_t panel, int width, PanelProduct* p) const {
   const int64_t col = panel * width;
-  p->depth2 = right2 == nullptr ? 0 : right2->depth();
-  p->left2 = p->depth2 == 0 ? nullptr : left2 + row * left2_stride;
+  p->m = run.end - run.begin;
+  p->depth2 = run.depth;
+  p->left2 = run.depth == 0 ? nullptr : left2 + run.begin * left2_stride + run.column;
   p->left2_stride = left2_stride;
-  p->panel2 = p->depth2 == 0 ? nullptr : right2->panel(panel);
+  p->panel2 = run.depth == 0 ? nullptr : right2->panel(panel) + run.panel * width;
   p->bias = bias == nullptr ? nullptr : bias + col;
   p->c = static_cast<char*>(out->data) +
-         (row * out->stride[0] + col) * static_cast<int64_t>(dtype_size_bytes(out->dtype));
+         (run.begin * out->stride[0] + col) * static_cast<int64_t>(dtype_size_bytes(out->dtype));
   p->c_stride = out->stride[0];
   p->c_dtype = out->dtype;
   p->n = static_cast<int>(std::min<int64_t>(width, out->cols() - col));
+}
+
+void ProductOutput::finish(const LoraSimd& simd, int64_t row, int64_t panel, PanelProduct p) const {
+  const int64_t end = row + p.m;
+  if (runs == nullptr || runs->empty()) {
+    place({row, end, 0, 0, right2 == nullptr ? 0 : right2->depth()}, panel, simd.width, &p);
+    return simd.product(p);
+  }
+  const auto part = [&, first = row](int64_t begin, int64_t count) {
+    PanelProduct some = p;
+    some.left = static_cast<const char*>(p.left) + (begin - first) * p.left_stride;
+    if (p.partial != nullptr) some.partial = p.partial + (begin - first) * p.partial_stride;
+    some.m = count;
+    return some;
+  };
+  auto run = std::ranges::upper_bound(*runs, row, {}, &RankRun::end);
+  const auto length = [&](int64_t begin) { return std::min(run->end, end) - begin; };
+  constexpr int64_t kTogether = 64;
+  alignas(64) float sums[kTogether * kMaxPanelWidth];
+  while (row < end) {
+    RankRun now = *run;
+    now.begin = row;
+    if (length(row) >= simd.rows) {
+      now.end = row + length(row);
+      PanelProduct whole = part(row, length(row));
+      place(now, panel, simd.width, &whole);
+      simd.product(whole);
+      row = now.end;
+      ++run;
+      continue;
+    }
+    // Short runs get the frozen product together: a tile of few rows would read the panel for each of them.
+    const auto first_run = run;
+    int64_t stop = row;
+    for (; stop < end && length(stop) < simd.rows && stop + length(stop) - row <= kTogether; ++run)
+      stop += length(stop);
+    PanelProduct frozen = part(row, stop - row);
+    frozen.c = sums;
+    frozen.c_stride = simd.width;
+    frozen.c_dtype = DType::kFloat32;
+    frozen.n = simd.width;
+    simd.product(frozen);
+    for (auto each = first_run; each != run; ++each) {
+      now = *each;
+      now.begin = std::max(now.begin, row);
+      now.end = std::min(now.end, stop);
+      PanelProduct update{};
+      update.partial = sums + (now.begin - row) * simd.width;
+      update.partial_stride = simd.width;
+      place(now, panel, simd.width, &update);
+      simd.product(update);
+    }
+    row = stop;
+  }
 }
 
 Status blocked_product(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,

@@ -34,11 +34,17 @@ struct ProductOutput {
   const float* left2 = nullptr;          // [rows, depth of right2]
   int64_t left2_stride = 0;
   const RankPanels* right2 = nullptr;
+  // Where samples have different adapters: which columns of left2 multiply which rows of right2. Null: all.
+  const std::vector<RankRun>* runs = nullptr;
   const float* bias = nullptr;      // [columns rounded up to whole panels], or null
   const TensorView* out = nullptr;  // [rows, columns], unit columns, any type but float64
 
-  // The part of a panel's last pass that is this output's: rank update, bias, and where row `row` of its panel goes.
-  void place(int64_t row, int64_t panel, int width, PanelProduct* p) const;
+  // The last pass of rows [row, row + p.m) over a panel: p has the frozen product's part, or its sums in `partial`; the
+  // rank update, the bias and the place of the result are this output's.
+  void finish(const LoraSimd& simd, int64_t row, int64_t panel, PanelProduct p) const;
+
+ private:
+  void place(const RankRun& run, int64_t panel, int width, PanelProduct* p) const;
 };
 
 // `before`: work that must be done before the product is, such as that of the rank factors; it shares a parallel region

@@ -65,6 +65,12 @@ class Checker {
                                                    of);
   }
 
+  // That of the layer, or float32 beside 16-bit operands.
+  Status bias_dtype(const char* name, const TensorView& v, DType layer, const char* of) const {
+    if (v.dtype == DType::kFloat32 && layer != DType::kFloat64) return Status();
+    return dtype(name, v, layer, of);
+  }
+
   Status pointer(const char* name, const TensorView& v) const {
     if (v.numel() != 0 && v.data == nullptr)
       return fail(StatusCode::kInvalidArgument, std::string(name) + " is null");
@@ -97,9 +103,35 @@ class Checker {
       return fail(StatusCode::kInvalidArgument,
                   "scaling is " + std::to_string(ad.scale) + ", expected a finite number");
     }
-    if (!(ad.dropout.p >= 0 && ad.dropout.p <= 1)) {
-      return fail(StatusCode::kInvalidArgument, "input_dropout is " + std::to_string(ad.dropout.p) +
-                                                    ", expected a probability from 0 to 1");
+    LORAACCEL_RETURN_IF_ERROR(probability("input_dropout", ad.dropout.p));
+    LORAACCEL_RETURN_IF_ERROR(probability("hidden_dropout", ad.hidden.p));
+    return probability("rank_dropout", ad.rank.p);
+  }
+
+  Status probability(const char* name, double p) const {
+    if (p >= 0 && p <= 1) return Status();
+    return fail(StatusCode::kInvalidArgument, std::string(name) + " is " + std::to_string(p) +
+                                                  ", expected a probability from 0 to 1");
+  }
+
+  // `adapters`: the least number that a layer has.
+  Status samples(const LoraSamples& s, const TensorView& x, size_t adapters, bool dropout) const {
+    if (s.rows < 1 || x.rows() % s.rows != 0) {
+      return fail(StatusCode::kInvalidArgument, "samples of " + std::to_string(s.rows) +
+                                                    " rows, expected a divisor of the rows of x " +
+                                                    shape_text(x));
+    }
+    if (s.adapter == nullptr) return Status();
+    if (dropout)
+      return fail(StatusCode::kInvalidArgument,
+                  "an adapter for each sample and input_dropout, expected one of them");
+    for (int64_t i = 0; i < x.rows() / s.rows; ++i) {
+      if (s.adapter[i] < -1 || s.adapter[i] >= static_cast<int64_t>(adapters)) {
+        return fail(StatusCode::kInvalidArgument,
+                    "sample " + std::to_string(i) + " has adapter " + std::to_string(s.adapter[i]) +
+                        ", expected -1 (none) to " +
+                        std::to_string(static_cast<int64_t>(adapters) - 1));
+      }
     }
     return Status();
   }
@@ -134,6 +166,29 @@ class Checker {
         return fail(StatusCode::kInvalidArgument, std::string("packed_w ") + why);
     }
     for (const LoraAdapter& ad : adapters) LORAACCEL_RETURN_IF_ERROR(adapter(ad, x, w));
+    return Status();
+  }
+
+  Status adapter_gradients(std::span<const LoraAdapter> adapters, std::span<const TensorView> da,
+                           std::span<const TensorView> db, bool* needs_hidden) const {
+    if (da.size() != adapters.size() || db.size() != adapters.size()) {
+      return fail(StatusCode::kInvalidArgument, std::to_string(da.size()) + " grad_A and " +
+                                                    std::to_string(db.size()) +
+                                                    " grad_B, expected one of each for " +
+                                                    std::to_string(adapters.size()) + " adapters");
+    }
+    for (size_t i = 0; i < adapters.size(); ++i) {
+      const LoraAdapter& ad = adapters[i];
+      if (da[i].defined()) {
+        LORAACCEL_RETURN_IF_ERROR(matrix("grad_A", da[i], ad.a.rows(), ad.a.cols(), "R, K"));
+        LORAACCEL_RETURN_IF_ERROR(dtype("grad_A", da[i], ad.a.dtype, "lora_A"));
+      }
+      if (db[i].defined()) {
+        *needs_hidden = true;
+        LORAACCEL_RETURN_IF_ERROR(matrix("grad_B", db[i], ad.b.rows(), ad.b.cols(), "N, R"));
+        LORAACCEL_RETURN_IF_ERROR(dtype("grad_B", db[i], ad.b.dtype, "lora_B"));
+      }
+    }
     return Status();
   }
 

@@ -20,6 +20,19 @@ Status apart_from_all(const Checker& check, const char* name, const TensorView& 
   return Status();
 }
 
+// Of all layers.
+template <class Projections>
+Status check_samples(const Checker& check, const TensorView& x, const LoraSamples& samples,
+                     const Projections& projections) {
+  size_t adapters = SIZE_MAX;
+  bool dropout = false;
+  for (const auto& p : projections) {
+    adapters = std::min(adapters, p.adapters.size());
+    for (const LoraAdapter& ad : p.adapters) dropout = dropout || ad.dropout.p > 0;
+  }
+  return check.samples(samples, x, adapters, dropout);
+}
+
 }  // namespace
 
 Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
@@ -37,7 +50,7 @@ Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
         check.layer(args.x, p.w, p.adapters, p.packed_w, WeightUse::kForward));
     if (p.bias.defined()) {
       LORAACCEL_RETURN_IF_ERROR(check.vector("bias", p.bias, p.w.rows(), "N"));
-      LORAACCEL_RETURN_IF_ERROR(check.dtype("bias", p.bias, args.x.dtype, "x"));
+      LORAACCEL_RETURN_IF_ERROR(check.bias_dtype("bias", p.bias, args.x.dtype, "x"));
     }
     LORAACCEL_RETURN_IF_ERROR(check.matrix("y", p.y, args.x.rows(), p.w.rows(), "M, N"));
     LORAACCEL_RETURN_IF_ERROR(check.dtype("y", p.y, args.x.dtype, "x"));
@@ -45,6 +58,7 @@ Status check_group_forward(const LayerNames& names, const ExecContext& ctx,
     rank += total_rank(p.adapters);
   }
   check.set_layer(names.all);
+  LORAACCEL_RETURN_IF_ERROR(check_samples(check, args.x, args.samples, args.projections));
   if (rank == 0) return Status();
   LORAACCEL_RETURN_IF_ERROR(check.hidden(args.h, args.x, rank));
   return apart_from_all(check, "hidden", args.h, {args.x}, args.projections);
@@ -65,27 +79,9 @@ Status check_gradients(const Checker& check, const LoraQkvBackwardArgs& args,
   }
   if (p.dbias.defined()) {
     LORAACCEL_RETURN_IF_ERROR(check.vector("grad_bias", p.dbias, p.w.rows(), "N"));
-    LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_bias", p.dbias, dtype, "weight"));
+    LORAACCEL_RETURN_IF_ERROR(check.bias_dtype("grad_bias", p.dbias, dtype, "weight"));
   }
-  if (p.da.size() != p.adapters.size() || p.db.size() != p.adapters.size()) {
-    return check.fail(StatusCode::kInvalidArgument,
-                      std::to_string(p.da.size()) + " grad_A and " + std::to_string(p.db.size()) +
-                          " grad_B, expected one of each for " + std::to_string(p.adapters.size()) +
-                          " adapters");
-  }
-  for (size_t i = 0; i < p.adapters.size(); ++i) {
-    const LoraAdapter& ad = p.adapters[i];
-    if (p.da[i].defined()) {
-      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_A", p.da[i], ad.a.rows(), ad.a.cols(), "R, K"));
-      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_A", p.da[i], ad.a.dtype, "lora_A"));
-    }
-    if (p.db[i].defined()) {
-      *needs_hidden = true;
-      LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_B", p.db[i], ad.b.rows(), ad.b.cols(), "N, R"));
-      LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_B", p.db[i], ad.b.dtype, "lora_B"));
-    }
-  }
-  return Status();
+  return check.adapter_gradients(p.adapters, p.da, p.db, needs_hidden);
 }
 
 }  // namespace
@@ -108,6 +104,7 @@ Status check_group_backward(const LayerNames& names, const ExecContext& ctx,
     rank += total_rank(p.adapters);
   }
   check.set_layer(names.all);
+  LORAACCEL_RETURN_IF_ERROR(check_samples(check, args.x, args.samples, args.projections));
   if (args.dx.defined()) {
     LORAACCEL_RETURN_IF_ERROR(
         check.matrix("grad_x", args.dx, args.x.rows(), args.x.cols(), "M, K"));
@@ -213,7 +210,7 @@ Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args) {
   projection.y = args.y;
   projection.packed_w = args.packed_w;
   return group_forward({.op = "lora_linear", .single = true}, ctx,
-                       {args.x, {&projection, 1}, args.h});
+                       {args.x, {&projection, 1}, args.h, args.samples});
 }
 
 Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs& args) {
@@ -231,7 +228,8 @@ Status lora_linear_backward(const ExecContext& ctx, const LoraLinearBackwardArgs
   projection.da = args.grads.da;
   projection.db = args.grads.db;
   projection.packed_w = args.packed_w;
-  return group_backward(names, ctx, {args.x, {&projection, 1}, args.h, args.grads.dx});
+  return group_backward(names, ctx,
+                        {args.x, {&projection, 1}, args.h, args.grads.dx, args.samples});
 }
 
 }  // namespace loraaccel

@@ -58,6 +58,18 @@ Status dropped_input(const ExecContext& ctx, const char* op, const DropoutSpec& 
   return Status();
 }
 
+// Multiplies the rank activations of an adapter by H.
+void mask_rank(const ExecContext& ctx, const LoraAdapter& ad, const LoraSamples& samples,
+               int64_t index, const TensorView& h) {
+  if (!has_rank_masks(ad) && samples.adapter == nullptr) return;
+  parallel_for(ctx, h.rows(), [&](int64_t m) {
+    double* row = static_cast<double*>(h.data) + m * h.stride[0];
+    const bool has = row_has(samples, m, index);
+    for (int64_t r = 0; r < h.cols(); ++r)
+      row[r] = has ? row[r] * rank_mask_factor(ad, samples, m, r) : 0;
+  });
+}
+
 // scale * a b in scratch. (With beta = 1 a GEMM may add to the large output step by step, and round each step.)
 Status update_product(const ExecContext& ctx, const char* op, const TensorView& a,
                       const TensorView& b, double scale, Scratch<double>* update) {
@@ -81,13 +93,16 @@ void add_update(const ExecContext& ctx, const DropoutSpec& dropout, const double
 }
 
 Status forward_float64(const ExecContext& ctx, const char* op, const TensorView& x,
-                       const LoraProjection& p, const TensorView& h, int64_t start) {
-  for (const LoraAdapter& ad : p.adapters) {
+                       const LoraProjection& p, const LoraSamples& samples, const TensorView& h,
+                       int64_t start) {
+  for (size_t i = 0; i < p.adapters.size(); ++i) {
+    const LoraAdapter& ad = p.adapters[i];
     const TensorView hidden = columns(h, start, ad.a.rows());
     Scratch<double> scratch, update;
     TensorView dropped;
     LORAACCEL_RETURN_IF_ERROR(dropped_input(ctx, op, ad.dropout, x, &scratch, &dropped));
     LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, dropped, ad.a.transposed(), hidden, 1, 0));
+    mask_rank(ctx, ad, samples, static_cast<int64_t>(i), hidden);
     LORAACCEL_RETURN_IF_ERROR(
         update_product(ctx, op, hidden, ad.b.transposed(), ad.scale, &update));
     add_update(ctx, {}, update.data(), p.y);
@@ -105,6 +120,7 @@ Status backward_float64(const ExecContext& ctx, const char* op, const LoraQkvBac
     if (!u_scratch.allocate(ctx, rows * ad.a.rows())) return out_of_memory(op);
     const TensorView u = TensorView::matrix(u_scratch.data(), DType::kFloat64, rows, ad.a.rows());
     LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, p.dy, ad.b, u, ad.scale, 0));
+    mask_rank(ctx, ad, args.samples, static_cast<int64_t>(i), u);
     if (args.dx.defined()) {
       LORAACCEL_RETURN_IF_ERROR(update_product(ctx, op, u, ad.a, 1, &update));
       add_update(ctx, ad.dropout, update.data(), args.dx);
@@ -120,6 +136,25 @@ Status backward_float64(const ExecContext& ctx, const char* op, const LoraQkvBac
     }
     start += ad.a.rows();
   }
+  return Status();
+}
+
+// y += bias, of float32 beside a 16-bit y; y has unit columns.
+Status add_bias(const ExecContext& ctx, const char* op, const TensorView& bias,
+                const TensorView& y) {
+  const LoraSimd& simd = lora_simd_best();
+  Scratch<float> values, ones;
+  Rows<float> row;
+  LORAACCEL_RETURN_IF_ERROR(rows_as<float>(
+      ctx, op, TensorView::strided(bias.data, bias.dtype, 1, bias.rows(), 0, bias.stride[0]),
+      &values, &row));
+  if (!ones.allocate(ctx, y.cols())) return out_of_memory(op);
+  std::fill_n(ones.data(), y.cols(), 1.0F);
+  parallel_for(ctx, y.rows(), [&](int64_t m) {
+    void* at = static_cast<char*>(y.data) +
+               m * y.stride[0] * static_cast<int64_t>(dtype_size_bytes(y.dtype));
+    simd.gain(y.dtype, at, ones.data(), row.data, at, y.cols());
+  });
   return Status();
 }
 
@@ -140,15 +175,18 @@ void store_zeros(const ExecContext& ctx, const LoraProjectionBackward& p) {
 Status lora_group_forward_borrowed(const ExecContext& ctx, const char* op,
                                    const LoraQkvArgs& args) {
   int64_t start = 0;
-  std::vector<LoraAdapter> adapters;
+  RankAdapters adapters(args.samples);
   for (const LoraProjection& p : args.projections) {
-    LORAACCEL_RETURN_IF_ERROR(lend_gemm(ctx, args.x, p.w.transposed(), p.y, 1, 0, p.bias));
+    const bool lends_bias = !p.bias.defined() || p.bias.dtype == args.x.dtype;
+    LORAACCEL_RETURN_IF_ERROR(
+        lend_gemm(ctx, args.x, p.w.transposed(), p.y, 1, 0, lends_bias ? p.bias : TensorView()));
+    if (!lends_bias) LORAACCEL_RETURN_IF_ERROR(add_bias(ctx, op, p.bias, p.y));
     if (args.x.dtype == DType::kFloat64)
-      LORAACCEL_RETURN_IF_ERROR(forward_float64(ctx, op, args.x, p, args.h, start));
+      LORAACCEL_RETURN_IF_ERROR(forward_float64(ctx, op, args.x, p, args.samples, args.h, start));
     start += total_rank(p.adapters);
-    adapters.insert(adapters.end(), p.adapters.begin(), p.adapters.end());
+    adapters.add(p.adapters);
   }
-  if (adapters.empty() || args.x.dtype == DType::kFloat64) return Status();
+  if (adapters.list.empty() || args.x.dtype == DType::kFloat64) return Status();
   const LoraSimd& simd = lora_simd_best();
   Scratch<char> x_copy;
   AnyRows x;
@@ -159,7 +197,7 @@ Status lora_group_forward_borrowed(const ExecContext& ctx, const char* op,
   for (const LoraProjection& p : args.projections) {
     const int64_t rank = total_rank(p.adapters);
     LORAACCEL_RETURN_IF_ERROR(
-        rank_expand(simd, ctx, op, p.adapters, columns(args.h, start, rank), p.y));
+        rank_expand(simd, ctx, op, p.adapters, args.samples, columns(args.h, start, rank), p.y));
     start += rank;
   }
   return Status();
@@ -205,7 +243,7 @@ Status lora_group_backward_borrowed(const ExecContext& ctx, const char* op,
   if (reads_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.x, &x_copy, &x));
   const LoraSimd& simd = lora_simd_best();
   RankBackward rank;
-  LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, rows, layers));
+  LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, rows, layers, args.samples));
   if (rank.adapters().empty()) return Status();
   const Tasks tasks = rank.tasks();
   run_tasks(ctx, {&tasks, 1});

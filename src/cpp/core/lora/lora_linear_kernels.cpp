@@ -111,8 +111,12 @@ constexpr LoraLinearKernel own(const char* name) {
           own_forward_declines<Table, Missing>,
           own_forward<Table>,
           own_backward_declines<Table, Missing>,
-          own_backward<Table>};
+          own_backward<Table>,
+          Table};
 }
+
+const LoraSimd* best_table() { return &lora_simd_best(); }
+const LoraSimd* no_table() { return nullptr; }
 
 constexpr LoraLinearKernel kKernels[] = {
     own<lora_simd_avx512_bf16, missing_avx512_bf16>("avx512_bf16"),
@@ -121,15 +125,36 @@ constexpr LoraLinearKernel kKernels[] = {
     own<lora_simd_neon_bf16, missing_neon_bf16>("neon_bf16"),
     own<lora_simd_neon, missing_neon>("neon"),
     {"torch", needs_lender, borrowed_forward_declines, lora_group_forward_borrowed,
-     borrowed_backward_declines, lora_group_backward_borrowed},
+     borrowed_backward_declines, lora_group_backward_borrowed, best_table},
     own<lora_simd_portable, always_there>("portable"),
     {"ref", always_there, never_declines<LoraQkvArgs>, lora_group_forward_ref,
-     never_declines<LoraQkvBackwardArgs>, lora_group_backward_ref},
+     never_declines<LoraQkvBackwardArgs>, lora_group_backward_ref, no_table},
 };
 
 }  // namespace
 
 std::span<const LoraLinearKernel> lora_linear_kernels() { return kKernels; }
+
+Status choose_table(const char* op, const ExecContext& ctx, DType dtype, bool unit_columns,
+                    const LoraSimd** table) {
+  const auto list =
+      ctx.device == DeviceType::kCUDA ? lora_linear_cuda_kernels() : lora_linear_kernels();
+  Status status;
+  const LoraLinearKernel* kernel = choose_kernel<LoraLinearKernel>(
+      op, list, ctx,
+      [&](const LoraLinearKernel& k) -> const char* {
+        if (const char* why = k.unavailable(ctx.gemm != nullptr)) return why;
+        const bool plain = k.table() == nullptr;
+        const bool borrows = k.declines_forward == borrowed_forward_declines;
+        if (dtype == DType::kFloat64 && !plain && !borrows) return "the operands are float64";
+        if (!unit_columns && !plain) return "the columns of an output are not neighbours";
+        return nullptr;
+      },
+      &status);
+  if (kernel == nullptr) return status;
+  *table = dtype == DType::kFloat64 ? nullptr : kernel->table();
+  return Status();
+}
 
 int64_t modelled_borrowing_rows(const CpuFeatures& features, DType dtype) {
   // With fewer rows the time is that of reading W, whoever reads it.

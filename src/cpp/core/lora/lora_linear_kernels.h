@@ -4,6 +4,7 @@
 #include <span>
 
 #include "cpu/cpu_features.h"
+#include "lora/simd/simd.h"
 #include "loraaccel/lora_qkv.h"
 
 namespace loraaccel {
@@ -19,6 +20,8 @@ struct LoraLinearKernel {
   Status (*forward)(const ExecContext& ctx, const char* op, const LoraQkvArgs& args);
   const char* (*declines_backward)(const ExecContext& ctx, const LoraQkvBackwardArgs& args);
   Status (*backward)(const ExecContext& ctx, const char* op, const LoraQkvBackwardArgs& args);
+  // What the operators beside the linear layers (lora_delta.h, lora_expand.h, ...) run on; null: plain loops.
+  const LoraSimd* (*table)();
 };
 
 // For operands on the CPU, best first: our own by instruction set, torch, portable, ref. The last accepts everything.
@@ -37,6 +40,11 @@ Status lora_group_backward_ref(const ExecContext& ctx, const char* op,
 Status lora_group_forward_borrowed(const ExecContext& ctx, const char* op, const LoraQkvArgs& args);
 Status lora_group_backward_borrowed(const ExecContext& ctx, const char* op,
                                     const LoraQkvBackwardArgs& args);
+
+// For those other operators: chooses from the list, and gives its table, or null for plain loops. `dtype`: of the operands;
+// `unit_columns`: elements of every output's rows are neighbours.
+Status choose_table(const char* op, const ExecContext& ctx, DType dtype, bool unit_columns,
+                    const LoraSimd** table);
 
 // For operands on a CUDA device; empty where CUDA is off (no_cuda/).
 std::span<const LoraLinearKernel> lora_linear_cuda_kernels();

@@ -5,6 +5,7 @@
 #include "half.h"
 #include "lora/lora_linear_kernels.h"
 #include "lora/operands.h"
+#include "lora/rank_rows.h"
 #include "random/philox.h"
 
 namespace loraaccel {
@@ -62,15 +63,17 @@ Status forward(const ExecContext& ctx, const LoraLinearArgs& args) {
   const int64_t outputs = args.w.rows();
   parallel_for(ctx, rows, [&](int64_t m) {
     int64_t column = 0;
-    for (const LoraAdapter& ad : args.adapters) {
+    for (size_t i = 0; i < args.adapters.size(); ++i) {
+      const LoraAdapter& ad = args.adapters[i];
+      const bool has = row_has(args.samples, m, static_cast<int64_t>(i));
       with_types(args.x.dtype, ad.a.dtype, [&](auto tx, auto ta) {
         const Reader<decltype(tx)> x(args.x);
         const Reader<decltype(ta)> a(ad.a);
         for (int64_t r = 0; r < ad.a.rows(); ++r) {
           double sum = 0;
-          for (int64_t k = 0; k < inputs; ++k)
+          for (int64_t k = 0; has && k < inputs; ++k)
             sum += x(m, k) * dropout_factor(ad.dropout, m, k) * a(r, k);
-          write_hidden(args.h, m, column + r, sum);
+          write_hidden(args.h, m, column + r, sum * rank_mask_factor(ad, args.samples, m, r));
         }
       });
       column += ad.a.rows();
@@ -80,16 +83,22 @@ Status forward(const ExecContext& ctx, const LoraLinearArgs& args) {
       const Reader<T> x(args.x);
       const Reader<T> w(args.w);
       for (int64_t n = 0; n < outputs; ++n) {
-        double sum = args.bias.defined() ? Reader<T>(args.bias)(n) : 0;
+        double sum = 0;
+        if (args.bias.defined()) {
+          visit_dtype(args.bias.dtype,
+                      [&](auto tb) { sum = Reader<typename decltype(tb)::type>(args.bias)(n); });
+        }
         for (int64_t k = 0; k < inputs; ++k) sum += x(m, k) * w(n, k);
         int64_t c = 0;
-        for (const LoraAdapter& ad : args.adapters) {
+        for (size_t i = 0; i < args.adapters.size(); ++i) {
+          const LoraAdapter& ad = args.adapters[i];
           double update = 0;
-          visit_dtype(ad.b.dtype, [&](auto tb) {
-            const Reader<typename decltype(tb)::type> b(ad.b);
-            for (int64_t r = 0; r < ad.b.cols(); ++r)
-              update += read_hidden(args.h, m, c + r) * b(n, r);
-          });
+          if (row_has(args.samples, m, static_cast<int64_t>(i)))
+            visit_dtype(ad.b.dtype, [&](auto tb) {
+              const Reader<typename decltype(tb)::type> b(ad.b);
+              for (int64_t r = 0; r < ad.b.cols(); ++r)
+                update += read_hidden(args.h, m, c + r) * b(n, r);
+            });
           sum += ad.scale * update;
           c += ad.b.cols();
         }
@@ -113,14 +122,17 @@ Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackward
   if (!u.allocate(ctx, rows * total_rank)) return out_of_memory(op);
   parallel_for(ctx, rows, [&](int64_t m) {
     int64_t c = 0;
-    for (const LoraAdapter& ad : args.adapters) {
+    for (size_t i = 0; i < args.adapters.size(); ++i) {
+      const LoraAdapter& ad = args.adapters[i];
+      const bool has = row_has(args.samples, m, static_cast<int64_t>(i));
       with_types(args.dy.dtype, ad.b.dtype, [&](auto tx, auto tb) {
         const Reader<decltype(tx)> dy(args.dy);
         const Reader<decltype(tb)> b(ad.b);
         for (int64_t r = 0; r < ad.b.cols(); ++r) {
           double sum = 0;
-          for (int64_t n = 0; n < outputs; ++n) sum += dy(m, n) * b(n, r);
-          u.data()[m * total_rank + c + r] = ad.scale * sum;
+          for (int64_t n = 0; has && n < outputs; ++n) sum += dy(m, n) * b(n, r);
+          u.data()[m * total_rank + c + r] =
+              ad.scale * sum * rank_mask_factor(ad, args.samples, m, r);
         }
       });
       c += ad.b.cols();
@@ -138,13 +150,15 @@ Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackward
           double sum = 0;
           for (int64_t n = 0; n < outputs; ++n) sum += dy(m, n) * w(n, k);
           int64_t c = 0;
-          for (const LoraAdapter& ad : args.adapters) {
+          for (size_t i = 0; i < args.adapters.size(); ++i) {
+            const LoraAdapter& ad = args.adapters[i];
             double update = 0;
-            visit_dtype(ad.a.dtype, [&](auto ta) {
-              const Reader<typename decltype(ta)::type> a(ad.a);
-              for (int64_t r = 0; r < ad.a.rows(); ++r)
-                update += u.data()[m * total_rank + c + r] * a(r, k);
-            });
+            if (row_has(args.samples, m, static_cast<int64_t>(i)))
+              visit_dtype(ad.a.dtype, [&](auto ta) {
+                const Reader<typename decltype(ta)::type> a(ad.a);
+                for (int64_t r = 0; r < ad.a.rows(); ++r)
+                  update += u.data()[m * total_rank + c + r] * a(r, k);
+              });
             sum += update * dropout_factor(ad.dropout, m, k);
             c += ad.a.rows();
           }
@@ -165,7 +179,9 @@ Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackward
       for (int64_t n = 0; n < outputs; ++n) {
         double sum = 0;
         for (int64_t m = 0; m < rows; ++m) sum += dy(m, n);
-        write<T>(args.grads.dbias, n, 0, sum);
+        visit_dtype(args.grads.dbias.dtype, [&](auto tb) {
+          write<typename decltype(tb)::type>(args.grads.dbias, n, 0, sum);
+        });
       }
     }
     int64_t c = 0;
@@ -178,6 +194,7 @@ Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackward
             for (int64_t k = 0; k < inputs; ++k) {
               double sum = 0;
               for (int64_t m = 0; m < rows; ++m) {
+                if (!row_has(args.samples, m, static_cast<int64_t>(i))) continue;
                 sum +=
                     u.data()[m * total_rank + c + r] * x(m, k) * dropout_factor(ad.dropout, m, k);
               }
@@ -189,7 +206,10 @@ Status backward(const ExecContext& ctx, const char* op, const LoraLinearBackward
           parallel_for(ctx, outputs, [&](int64_t n) {
             for (int64_t r = 0; r < ad.b.cols(); ++r) {
               double sum = 0;
-              for (int64_t m = 0; m < rows; ++m) sum += dy(m, n) * read_hidden(args.h, m, c + r);
+              for (int64_t m = 0; m < rows; ++m) {
+                if (row_has(args.samples, m, static_cast<int64_t>(i)))
+                  sum += dy(m, n) * read_hidden(args.h, m, c + r);
+              }
               write<TA>(args.grads.db[i], n, r, ad.scale * sum);
             }
           });
@@ -224,6 +244,7 @@ Status lora_group_forward_ref(const ExecContext& ctx, const char*, const LoraQkv
     one.bias = p.bias;
     one.adapters = p.adapters;
     one.y = p.y;
+    one.samples = args.samples;
     one.h = hidden_columns(args.h, column, p.adapters);
     LORAACCEL_RETURN_IF_ERROR(forward(ctx, one));
     column += one.h.cols();
@@ -247,6 +268,7 @@ Status lora_group_backward_ref(const ExecContext& ctx, const char* op,
     one.w = p.w;
     one.adapters = p.adapters;
     one.h = hidden_columns(args.h, column, p.adapters);
+    one.samples = args.samples;
     one.grads = {{}, p.dw, p.dbias, p.da, p.db};
     LORAACCEL_RETURN_IF_ERROR(backward(ctx, op, one, dx.data()));
     for (const LoraAdapter& ad : p.adapters) column += ad.a.rows();

@@ -43,6 +43,7 @@ struct Projection {
   Scratch<char> w_copy;
   Scratch<float> bias;
   RankPanels right2;
+  std::vector<RankRun> runs;
   ProductRight right;
   PackedWeight packed;
 };
@@ -70,13 +71,12 @@ void few_rows_forward(const LoraSimd& simd, const ExecContext& ctx, const AnyRow
     alignas(64) float sums[kDotMaxRowsFromMemory * kMaxPanelWidth];
     PanelProduct p{};
     p.m = rows;
-    p.n = static_cast<int>(std::min<int64_t>(simd.width, output.out->cols() - col));
+    const int64_t columns = std::min<int64_t>(simd.width, output.out->cols() - col);
     simd.dot(x.dtype, x.data, x.stride, w.dtype, w.at(col), w.stride, 1.0F, sums, simd.width, rows,
-             p.n, inputs);
+             columns, inputs);
     p.partial = sums;
     p.partial_stride = simd.width;
-    output.place(0, index, simd.width, &p);
-    simd.product(p);
+    output.finish(simd, 0, index, p);
   });
 }
 
@@ -93,7 +93,7 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
 
   std::vector<Projection> projections(args.projections.size());
   std::vector<ProductOutput> outputs(projections.size());
-  std::vector<LoraAdapter> adapters;
+  RankAdapters adapters(args.samples);
   std::vector<Tasks> before(1);
   int64_t column = 0;
   int64_t dot_max_rows = kDotMaxRowsFromMemory;
@@ -108,9 +108,10 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
     if (given.packed_w != nullptr) own.packed = PackedWeight(given.packed_w);
     if (given.bias.defined())
       LORAACCEL_RETURN_IF_ERROR(padded_bias(simd, ctx, op, given.bias, &own.bias));
-    LORAACCEL_RETURN_IF_ERROR(own.right2.prepare(simd, ctx, op, given.adapters,
-                                                 RankFactor::kScaledB,
-                                                 std::vector<bool>(given.adapters.size(), true)));
+    LORAACCEL_RETURN_IF_ERROR(
+        own.right2.prepare(simd, ctx, op, given.adapters, RankFactor::kScaledB,
+                           used_adapters(args.samples, rows, given.adapters.size())));
+    own.runs = layer_runs(args.samples, rows, given.adapters);
     before.push_back(own.right2.tasks());
     output.rights = {&own.right, 1};
     output.packed = own.packed.serves(simd) ? &own.packed : nullptr;
@@ -118,10 +119,11 @@ Status lora_group_forward_own(const LoraSimd& simd, const ExecContext& ctx, cons
     output.left2 = static_cast<const float*>(args.h.data) + column;
     output.left2_stride = args.h.stride[0];
     output.right2 = &own.right2;
+    output.runs = &own.runs;
     output.bias = own.bias.data();
     output.out = &given.y;
     column += total_rank(given.adapters);
-    adapters.insert(adapters.end(), given.adapters.begin(), given.adapters.end());
+    adapters.add(given.adapters);
   }
   RankHidden hidden;
   LORAACCEL_RETURN_IF_ERROR(
@@ -160,7 +162,7 @@ Status input_gradient(const LoraSimd& simd, const ExecContext& ctx, const char* 
   }
   RankPanels right2;
   LORAACCEL_RETURN_IF_ERROR(
-      right2.prepare(simd, ctx, op, rank.adapters(), RankFactor::kA, rank.plain()));
+      right2.prepare(simd, ctx, op, rank.adapters(), RankFactor::kA, rank.in_panels()));
   const Tasks before[] = {rank_backward->tasks(), right2.tasks()};
   // Adapters with dropout are added to the stored product: in float32, so that a 16-bit dx is rounded once.
   TensorView dx = args.dx;
@@ -176,6 +178,7 @@ Status input_gradient(const LoraSimd& simd, const ExecContext& ctx, const char* 
   output.left2 = rank.u();
   output.left2_stride = rank.u_stride();
   output.right2 = &right2;
+  output.runs = &rank.runs();
   output.out = &dx;
   LORAACCEL_RETURN_IF_ERROR(blocked_product(simd, ctx, op, dx.rows(), terms, {&output, 1}, before));
   LORAACCEL_RETURN_IF_ERROR(rank.add_to_dx(simd, ctx, dx, /*plain_too=*/false));
@@ -215,7 +218,7 @@ Status lora_group_backward_own(const LoraSimd& simd, const ExecContext& ctx, con
   AnyRows x;
   if (reads_input(args)) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.x, &x_copy, &x));
   RankBackward rank;
-  LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, args.x.rows(), layers));
+  LORAACCEL_RETURN_IF_ERROR(rank.prepare(simd, ctx, op, args.x.rows(), layers, args.samples));
   if (args.dx.defined()) {
     LORAACCEL_RETURN_IF_ERROR(input_gradient(simd, ctx, op, args, dy, &rank));
   } else {

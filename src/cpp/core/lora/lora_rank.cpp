@@ -28,6 +28,11 @@ int64_t total_rank(std::span<const LoraAdapter> adapters) {
   return total;
 }
 
+void RankAdapters::add(std::span<const LoraAdapter> layer) {
+  list.insert(list.end(), layer.begin(), layer.end());
+  for (size_t i = 0; i < layer.size(); ++i) index.push_back(static_cast<int64_t>(i));
+}
+
 namespace {
 
 // Rows of a factor in x's type where they are that already, else as floats in scratch.
@@ -47,28 +52,28 @@ Status rank_factor(const ExecContext& ctx, const char* op, const TensorView& fac
 
 Status RankHidden::prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                            const AnyRows& x, int64_t rows, int64_t inputs,
-                           std::span<const LoraAdapter> adapters, const TensorView& h) {
+                           const RankAdapters& adapters, const TensorView& h) {
   simd_ = &simd;
   ctx_ = &ctx;
   op_ = op;
   x_ = x;
   rows_ = rows;
   inputs_ = inputs;
-  adapters_ = adapters;
+  adapters_ = &adapters;
   h_ = h;
-  copies_ = std::vector<Scratch<float>>(adapters.size());
-  factors_.resize(adapters.size());
-  for (size_t i = 0; i < adapters.size(); ++i) {
+  copies_ = std::vector<Scratch<float>>(adapters.list.size());
+  factors_.resize(adapters.list.size());
+  for (size_t i = 0; i < adapters.list.size(); ++i) {
     // The product with dropout is of floats: an A of the same type as x is then converted too.
-    const DType wanted = adapters[i].dropout.p > 0 ? DType::kFloat32 : x.dtype;
-    LORAACCEL_RETURN_IF_ERROR(
-        rank_factor(ctx, op, adapters[i].a, wanted, &copies_[i], &factors_[i]));
+    const LoraAdapter& ad = adapters.list[i];
+    const DType wanted = ad.dropout.p > 0 ? DType::kFloat32 : x.dtype;
+    LORAACCEL_RETURN_IF_ERROR(rank_factor(ctx, op, ad.a, wanted, &copies_[i], &factors_[i]));
   }
   return Status();
 }
 
 Tasks RankHidden::tasks() {
-  if (adapters_.empty()) return {};
+  if (adapters_->list.empty()) return {};
   return {ceil_div(rows_, row_block(*ctx_, rows_)), [this](int64_t block) { run(block); }};
 }
 
@@ -76,31 +81,52 @@ void RankHidden::run(int64_t block) {
   const int64_t step = row_block(*ctx_, rows_);
   const int64_t row0 = block * step;
   const int64_t count = std::min(step, rows_ - row0);
+  const LoraSamples& samples = adapters_->samples;
   float* out = static_cast<float*>(h_.data) + row0 * h_.stride[0];
   Scratch<float> dropped;
-  for (size_t i = 0; i < adapters_.size(); ++i) {
-    const LoraAdapter& ad = adapters_[i];
-    const AnyRows& a = factors_[i];
-    const int64_t rank = ad.a.rows();
-    if (ad.dropout.p <= 0) {
-      simd_->dot(x_.dtype, x_.at(row0), x_.stride, a.dtype, a.data, a.stride, 1.0F, out,
-                 h_.stride[0], count, rank, inputs_);
+  for (size_t i = 0; i < adapters_->list.size(); ++i) {
+    const int64_t rank = adapters_->list[i].a.rows();
+    if (samples.adapter == nullptr) {
+      run_adapter(i, row0, count, out, &dropped);
     } else {
-      if (dropped.data() == nullptr && !dropped.allocate(*ctx_, count * inputs_)) {
-        no_memory_ = true;
-        return;
-      }
-      simd_->dropout(x_.dtype, x_.at(row0), x_.stride,
-                     dropout_block(ad.dropout, row0, count, 0, inputs_), dropped.data(), inputs_);
-      simd_->dot(DType::kFloat32, dropped.data(), inputs_, a.dtype, a.data, a.stride, 1.0F, out,
-                 h_.stride[0], count, rank, inputs_);
+      for_adapter_runs(samples, row0, row0 + count, [&](int64_t begin, int64_t end, int64_t has) {
+        float* to = out + (begin - row0) * h_.stride[0];
+        if (has == adapters_->index[i]) {
+          run_adapter(i, begin, end - begin, to, &dropped);
+        } else {
+          for (int64_t m = begin; m < end; ++m, to += h_.stride[0]) std::fill_n(to, rank, 0.0F);
+        }
+      });
     }
     out += rank;
   }
 }
 
+// h of one adapter for some rows.
+void RankHidden::run_adapter(size_t i, int64_t row0, int64_t count, float* out,
+                             Scratch<float>* dropped) {
+  const LoraAdapter& ad = adapters_->list[i];
+  const AnyRows& a = factors_[i];
+  const int64_t rank = ad.a.rows();
+  if (ad.dropout.p <= 0) {
+    simd_->dot(x_.dtype, x_.at(row0), x_.stride, a.dtype, a.data, a.stride, 1.0F, out, h_.stride[0],
+               count, rank, inputs_);
+  } else {
+    if (dropped->data() == nullptr && !dropped->allocate(*ctx_, count * inputs_)) {
+      no_memory_ = true;
+      return;
+    }
+    simd_->dropout(x_.dtype, x_.at(row0), x_.stride,
+                   dropout_block(ad.dropout, row0, count, 0, inputs_), dropped->data(), inputs_);
+    simd_->dot(DType::kFloat32, dropped->data(), inputs_, a.dtype, a.data, a.stride, 1.0F, out,
+               h_.stride[0], count, rank, inputs_);
+  }
+  if (has_rank_masks(ad))
+    apply_rank_masks(*simd_, ad, adapters_->samples, row0, count, out, h_.stride[0]);
+}
+
 Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
-                   int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
+                   int64_t rows, int64_t inputs, const RankAdapters& adapters,
                    const TensorView& h) {
   RankHidden hidden;
   LORAACCEL_RETURN_IF_ERROR(hidden.prepare(simd, ctx, op, x, rows, inputs, adapters, h));
@@ -163,75 +189,92 @@ void RankPanels::run(int64_t panel) {
 
 namespace {
 
-// c = [c +] left2 panels for the rows of c, one pass over c; c has unit columns.
+// c = [c +] left2 panels for the rows of c, one pass over c, with the run's columns of the rank space; c has unit columns.
 void rank_rows(const LoraSimd& simd, const float* left2, int64_t left2_stride,
-               const RankPanels& panels, const TensorView& c, bool add) {
+               const RankPanels& panels, const RankRun& run, const TensorView& c, bool add) {
   PanelProduct p{};
-  p.left2 = left2;
+  p.left2 = left2 + run.column;
   p.left2_stride = left2_stride;
-  p.depth2 = panels.depth();
+  p.depth2 = run.depth;
   p.c_stride = c.stride[0];
   p.c_dtype = c.dtype;
   p.m = c.rows();
   p.add = add;
   const auto element = static_cast<int64_t>(dtype_size_bytes(c.dtype));
   for (int64_t col = 0; col < c.cols(); col += simd.width) {
-    p.panel2 = panels.panel(col / simd.width);
+    p.panel2 = panels.panel(col / simd.width) + run.panel * simd.width;
     p.c = static_cast<char*>(c.data) + col * element;
     p.n = static_cast<int>(std::min<int64_t>(simd.width, c.cols() - col));
     simd.product(p);
   }
 }
 
-// c += left2 panels, on all threads.
+TensorView rows_from(const TensorView& v, int64_t row, int64_t count) {
+  TensorView part = v;
+  part.data = static_cast<char*>(v.data) +
+              row * v.stride[0] * static_cast<int64_t>(dtype_size_bytes(v.dtype));
+  part.shape[0] = count;
+  return part;
+}
+
+// c += left2 panels, on all threads. runs: which columns of left2 belong to which rows; empty: all to all.
 void add_rank_product(const LoraSimd& simd, const ExecContext& ctx, const float* left2,
-                      int64_t left2_stride, const RankPanels& panels, const TensorView& c) {
+                      int64_t left2_stride, const RankPanels& panels, const TensorView& c,
+                      const std::vector<RankRun>& runs) {
   const int64_t block = row_block(ctx, c.rows());
-  const auto element = static_cast<int64_t>(dtype_size_bytes(c.dtype));
   parallel_for(ctx, ceil_div(c.rows(), block), [&](int64_t task) {
     const int64_t row0 = task * block;
-    TensorView part = c;
-    part.data = static_cast<char*>(c.data) + row0 * c.stride[0] * element;
-    part.shape[0] = std::min(block, c.rows() - row0);
-    rank_rows(simd, left2 + row0 * left2_stride, left2_stride, panels, part, /*add=*/true);
+    const int64_t end = std::min(row0 + block, c.rows());
+    for_rank_runs(runs, {row0, end, 0, 0, panels.depth()}, [&](const RankRun& run) {
+      rank_rows(simd, left2 + run.begin * left2_stride, left2_stride, panels, run,
+                rows_from(c, run.begin, run.end - run.begin), /*add=*/true);
+    });
   });
 }
 
 }  // namespace
 
 Status rank_expand(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-                   std::span<const LoraAdapter> adapters, const TensorView& h,
-                   const TensorView& y) {
+                   std::span<const LoraAdapter> adapters, const LoraSamples& samples,
+                   const TensorView& h, const TensorView& y) {
   RankPanels panels;
   LORAACCEL_RETURN_IF_ERROR(panels.prepare(simd, ctx, op, adapters, RankFactor::kScaledB,
-                                           std::vector<bool>(adapters.size(), true)));
+                                           used_adapters(samples, y.rows(), adapters.size())));
   const Tasks tasks = panels.tasks();
   run_tasks(ctx, {&tasks, 1});
   if (panels.depth() != 0) {
-    add_rank_product(simd, ctx, static_cast<const float*>(h.data), h.stride[0], panels, y);
+    add_rank_product(simd, ctx, static_cast<const float*>(h.data), h.stride[0], panels, y,
+                     layer_runs(samples, y.rows(), adapters));
   }
   return Status();
 }
 
 Status RankBackward::prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-                             int64_t rows, std::span<const RankLayer> layers) {
+                             int64_t rows, std::span<const RankLayer> layers,
+                             const LoraSamples& samples) {
   simd_ = &simd;
+  adapters_ = RankAdapters(samples);
   op_ = op;
   rows_ = rows;
   block_ = row_block(ctx, rows);
   layers_ = layers;
-  for (const RankLayer& layer : layers)
-    adapters_.insert(adapters_.end(), layer.adapters.begin(), layer.adapters.end());
-  start_.resize(adapters_.size());
+  for (const RankLayer& layer : layers) adapters_.add(layer.adapters);
+  const std::vector<LoraAdapter>& list = adapters_.list;
+  start_.resize(list.size());
   for (const bool dropped : {false, true}) {
-    for (size_t i = 0; i < adapters_.size(); ++i) {
-      if ((adapters_[i].dropout.p > 0) != dropped) continue;
+    for (size_t i = 0; i < list.size(); ++i) {
+      if ((list[i].dropout.p > 0) != dropped) continue;
       start_[i] = columns_;
-      columns_ += adapters_[i].a.rows();
+      columns_ += list[i].a.rows();
     }
     if (!dropped) plain_depth_ = columns_;
   }
-  for (const LoraAdapter& ad : adapters_) plain_.push_back(ad.dropout.p <= 0);
+  const std::vector<bool> used = used_adapters(samples, rows, list.size());
+  for (size_t i = 0; i < list.size(); ++i) {
+    plain_.push_back(list[i].dropout.p <= 0);
+    in_panels_.push_back(plain_[i] && (layers.size() > 1 || used[i]));
+  }
+  if (layers.size() == 1) runs_ = layer_runs(samples, rows, list);
   if (columns_ == 0) return Status();
   if (!u_.allocate(ctx, rows * columns_)) return out_of_memory(op);
   for (const RankLayer& layer : layers) {
@@ -275,14 +318,26 @@ void RankBackward::run(int64_t block) {
     const Source& source = sources_[i];
     const AnyRows& dy = source.layer->dy;
     const int64_t rank = source.adapter->a.rows();
-    float* u = u_.data() + row0 * columns_ + start_[i];
-    if (dy.data == nullptr) {
-      for (int64_t m = 0; m < count; ++m) std::fill_n(u + m * columns_, rank, 0.0F);
-      continue;
+    const LoraSamples& samples = adapters_.samples;
+    const auto rows_of_u = [&](int64_t begin, int64_t end, bool has) {
+      float* u = u_.data() + begin * columns_ + start_[i];
+      if (!has || dy.data == nullptr) {
+        for (int64_t m = begin; m < end; ++m, u += columns_) std::fill_n(u, rank, 0.0F);
+        return;
+      }
+      simd_->dot(dy.dtype, dy.at(begin), dy.stride, source.bt.dtype, source.bt.data,
+                 source.bt.stride, static_cast<float>(source.adapter->scale), u, columns_,
+                 end - begin, rank, source.layer->outputs);
+      if (has_rank_masks(*source.adapter))
+        apply_rank_masks(*simd_, *source.adapter, samples, begin, end - begin, u, columns_);
+    };
+    if (samples.adapter == nullptr) {
+      rows_of_u(row0, row0 + count, true);
+    } else {
+      for_adapter_runs(samples, row0, row0 + count, [&](int64_t begin, int64_t end, int64_t has) {
+        rows_of_u(begin, end, has == adapters_.index[i]);
+      });
     }
-    simd_->dot(dy.dtype, dy.at(row0), dy.stride, source.bt.dtype, source.bt.data, source.bt.stride,
-               static_cast<float>(source.adapter->scale), u, columns_, count, rank,
-               source.layer->outputs);
   }
 }
 
@@ -294,20 +349,21 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
     int64_t start = 0;
     const DropoutSpec* dropout = nullptr;
   };
-  std::vector<Part> parts(adapters_.size() + 1);
+  const std::vector<LoraAdapter>& list = adapters_.list;
+  std::vector<Part> parts(list.size() + 1);
   size_t count = 0;
   if (plain_too && plain_depth_ > 0) {
     LORAACCEL_RETURN_IF_ERROR(
-        parts[count++].panels.prepare(simd, ctx, op_, adapters_, RankFactor::kA, plain_));
+        parts[count++].panels.prepare(simd, ctx, op_, list, RankFactor::kA, in_panels_));
   }
-  for (size_t i = 0; i < adapters_.size(); ++i) {
+  for (size_t i = 0; i < list.size(); ++i) {
     if (plain_[i]) continue;
-    std::vector<bool> only(adapters_.size(), false);
+    std::vector<bool> only(list.size(), false);
     only[i] = true;
     Part& part = parts[count++];
     part.start = start_[i];
-    part.dropout = &adapters_[i].dropout;
-    LORAACCEL_RETURN_IF_ERROR(part.panels.prepare(simd, ctx, op_, adapters_, RankFactor::kA, only));
+    part.dropout = &list[i].dropout;
+    LORAACCEL_RETURN_IF_ERROR(part.panels.prepare(simd, ctx, op_, list, RankFactor::kA, only));
   }
   if (count == 0) return Status();
   std::vector<Tasks> tasks;
@@ -315,7 +371,7 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
   for (size_t i = 0; i < count; ++i) tasks.push_back(parts[i].panels.tasks());
   run_tasks(ctx, tasks);
   if (count == 1 && parts[0].dropout == nullptr) {
-    add_rank_product(simd, ctx, u_.data(), columns_, parts[0].panels, dx);
+    add_rank_product(simd, ctx, u_.data(), columns_, parts[0].panels, dx, runs_);
     return Status();
   }
   const int64_t rows = dx.rows();
@@ -338,8 +394,8 @@ Status RankBackward::add_to_dx(const LoraSimd& simd, const ExecContext& ctx, con
       const bool plain = part.dropout == nullptr;
       const TensorView out =
           TensorView::matrix(plain ? sum.data() : update.data(), DType::kFloat32, m, cols);
-      rank_rows(simd, u_.data() + row0 * columns_ + part.start, columns_, part.panels, out,
-                /*add=*/false);
+      rank_rows(simd, u_.data() + row0 * columns_ + part.start, columns_, part.panels,
+                {0, m, 0, 0, part.panels.depth()}, out, /*add=*/false);
       if (plain) continue;
       if (count > 1) {
         if (i == 0) std::fill(sum.data(), sum.data() + m * cols, 0.0F);
@@ -370,6 +426,9 @@ struct FactorGradient {
   DropoutSpec dropout;
   float scale;
   TensorView out;  // [R, cols] of any type and strides
+  // Where samples have different adapters: this one's index.
+  LoraSamples samples;
+  int64_t index = 0;
 
   // False where there is no memory.
   bool run(const LoraSimd& simd, const ExecContext& ctx, int64_t task) const {
@@ -381,17 +440,28 @@ struct FactorGradient {
     Scratch<float> sums, dropped;
     if (!sums.allocate(ctx, rank * kColumns)) return false;
     if (dropout.p > 0 && !dropped.allocate(ctx, kRows * kColumns)) return false;
-    for (int64_t row0 = 0; row0 == 0 || row0 < rows; row0 += kRows) {
-      const int64_t m = std::min(kRows, rows - row0);
-      AnyRows part = {right.at(row0, col0), right.stride, right.dtype};
-      if (dropout.p > 0) {
-        simd.dropout(part.dtype, part.data, part.stride,
-                     dropout_block(dropout, row0, m, col0, count), dropped.data(), kColumns);
-        part = {dropped.data(), kColumns, DType::kFloat32};
+    bool add = false;
+    const auto add_rows = [&](int64_t begin, int64_t end) {
+      for (int64_t row0 = begin; row0 < end; row0 += kRows, add = true) {
+        const int64_t m = std::min(kRows, end - row0);
+        AnyRows part = {right.at(row0, col0), right.stride, right.dtype};
+        if (dropout.p > 0) {
+          simd.dropout(part.dtype, part.data, part.stride,
+                       dropout_block(dropout, row0, m, col0, count), dropped.data(), kColumns);
+          part = {dropped.data(), kColumns, DType::kFloat32};
+        }
+        simd.outer(left + row0 * left_stride, left_stride, part.dtype, part.data, part.stride,
+                   sums.data(), kColumns, rank, m, count, add);
       }
-      simd.outer(left + row0 * left_stride, left_stride, part.dtype, part.data, part.stride,
-                 sums.data(), kColumns, rank, m, count, row0 != 0);
+    };
+    if (samples.adapter == nullptr) {
+      add_rows(0, rows);
+    } else {
+      for_adapter_runs(samples, 0, rows, [&](int64_t begin, int64_t end, int64_t has) {
+        if (has == index) add_rows(begin, end);
+      });
     }
+    if (!add) std::fill_n(sums.data(), rank * kColumns, 0.0F);
     visit_dtype(out.dtype, [&](auto tag) {
       auto* to = static_cast<typename decltype(tag)::type*>(out.data);
       for (int64_t n = 0; n < count; ++n) {
@@ -420,12 +490,12 @@ Status RankBackward::adapter_gradients(const LoraSimd& simd, const ExecContext& 
       const int64_t rank = ad.a.rows();
       if (layer.da[i].defined()) {
         gradients.push_back({u_.data() + start_[index], columns_, x, rows, rank, inputs, ad.dropout,
-                             1.0F, layer.da[i]});
+                             1.0F, layer.da[i], adapters_.samples, adapters_.index[index]});
       }
       if (layer.db[i].defined()) {
         gradients.push_back({static_cast<const float*>(h.data) + hidden, h.stride[0], layer.dy,
                              rows, rank, layer.outputs, DropoutSpec{}, static_cast<float>(ad.scale),
-                             layer.db[i].transposed()});
+                             layer.db[i].transposed(), adapters_.samples, adapters_.index[index]});
       }
       hidden += rank;
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lora/operands.h"
+#include "lora/rank_rows.h"
 #include "lora/simd/simd.h"
 #include "loraaccel/lora_linear.h"
 #include "tasks.h"
@@ -16,19 +17,29 @@ namespace loraaccel {
 // The sum of the ranks.
 int64_t total_rank(std::span<const LoraAdapter> adapters);
 
-// h = D(x) A^T for all adapters, in their order; h is dense and has total_rank() columns. A block of x is read from
+// The adapters of layers over one x, one after the other.
+struct RankAdapters {
+  std::vector<LoraAdapter> list;
+  std::vector<int64_t> index;  // of each, in its own layer
+  LoraSamples samples;
+
+  explicit RankAdapters(const LoraSamples& s = {}) : samples(s) {}
+  void add(std::span<const LoraAdapter> layer);
+};
+
+// h = H . (D(x) A^T) for all adapters, in their order; h is dense and has total_rank() columns. A block of x is read from
 // memory once, whatever their number.
 class RankHidden {
  public:
   Status prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
-                 int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
-                 const TensorView& h);
+                 int64_t rows, int64_t inputs, const RankAdapters& adapters, const TensorView& h);
   // This object must outlive them.
   Tasks tasks();
   Status status() const { return no_memory_ ? out_of_memory(op_) : Status(); }
 
  private:
   void run(int64_t block);
+  void run_adapter(size_t i, int64_t row0, int64_t count, float* out, Scratch<float>* dropped);
 
   const LoraSimd* simd_ = nullptr;
   const ExecContext* ctx_ = nullptr;
@@ -36,7 +47,7 @@ class RankHidden {
   AnyRows x_;
   int64_t rows_ = 0;
   int64_t inputs_ = 0;
-  std::span<const LoraAdapter> adapters_;
+  const RankAdapters* adapters_ = nullptr;
   TensorView h_;
   std::vector<Scratch<float>> copies_;
   std::vector<AnyRows> factors_;
@@ -45,12 +56,12 @@ class RankHidden {
 
 // The same, done.
 Status rank_hidden(const LoraSimd& simd, const ExecContext& ctx, const char* op, const AnyRows& x,
-                   int64_t rows, int64_t inputs, std::span<const LoraAdapter> adapters,
-                   const TensorView& h);
+                   int64_t rows, int64_t inputs, const RankAdapters& adapters, const TensorView& h);
 
 // y += s h B^T, one pass over y. y has unit columns.
 Status rank_expand(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-                   std::span<const LoraAdapter> adapters, const TensorView& h, const TensorView& y);
+                   std::span<const LoraAdapter> adapters, const LoraSamples& samples,
+                   const TensorView& h, const TensorView& y);
 
 // Panels of the matrix [rank, n] that continues a product: panel[c][n] for the rank columns c of every adapter that
 // `take` names, dense. From B (transposed, times the scale) or from A.
@@ -94,18 +105,21 @@ struct RankLayer {
 // What the backward pass needs of the rank space, for layers over one x.
 class RankBackward {
  public:
-  // u = s G B, [M, total]. Columns of adapters without dropout come first. After this its tasks must run.
+  // u = H . (s G B), [M, total]. Columns of adapters without dropout of their input come first. After this its tasks must
+  // run.
   Status prepare(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t rows,
-                 std::span<const RankLayer> layers);
+                 std::span<const RankLayer> layers, const LoraSamples& samples);
   // This object must outlive them.
   Tasks tasks();
   const float* u() const { return u_.data(); }
   int64_t u_stride() const { return columns_; }
   // Of all layers, one after the other.
-  std::span<const LoraAdapter> adapters() const { return adapters_; }
-  // True for the adapters without dropout.
-  const std::vector<bool>& plain() const { return plain_; }
+  std::span<const LoraAdapter> adapters() const { return adapters_.list; }
+  // True for the adapters that continue the frozen product: without dropout of their input, and in use.
+  const std::vector<bool>& in_panels() const { return in_panels_; }
   bool has_dropout() const { return plain_depth_ < columns_; }
+  // Where samples have different adapters: the runs of rows and their columns of u. (Of a call with one layer.)
+  const std::vector<RankRun>& runs() const { return runs_; }
 
   // dx += sum of D(u A) over the adapters with dropout, and u A over those without where `plain_too`. All parts are added
   // up first, so that dx is rounded once. dx has unit columns.
@@ -131,9 +145,11 @@ class RankBackward {
   int64_t block_ = 1;
   std::span<const RankLayer> layers_;
   std::deque<Source> sources_;
-  std::vector<LoraAdapter> adapters_;
+  RankAdapters adapters_;
+  std::vector<RankRun> runs_;
   std::vector<int64_t> start_;  // first column of u of each adapter
-  std::vector<bool> plain_;
+  std::vector<bool> plain_;     // no dropout of the input
+  std::vector<bool> in_panels_;
   int64_t columns_ = 0;
   int64_t plain_depth_ = 0;
   Scratch<float> u_;

@@ -19,14 +19,19 @@ namespace loraaccel {
 
 // One adapter on a layer [N, K].
 struct LoraTensors {
-  at::Tensor lora_A;         // [R, K]
-  at::Tensor lora_B;         // [N, R]  dtype of lora_A
-  double scaling = 1;        // alpha / R, already divided; finite
-  double input_dropout = 0;  // probability, in force while training
+  at::Tensor lora_A;   // [R, K]
+  at::Tensor lora_B;   // [N, R]  dtype of lora_A
+  double scaling = 1;  // alpha / R, already divided; finite
+  // Probabilities, in force while training.
+  double input_dropout = 0;   // of elements of x
+  double hidden_dropout = 0;  // of rank activations
+  double rank_dropout = 0;    // of whole ranks of a sample, an index of x's first dimension
 };
 
 struct LoraLinearOptions {
   double input_dropout = 0;
+  double hidden_dropout = 0;
+  double rank_dropout = 0;
   bool training = true;
 };
 
@@ -42,12 +47,14 @@ using ForwardOp = std::tuple<Tensor, Tensor>(const Tensor& x, const Tensor& weig
                                              const OptionalTensor& bias, at::TensorList lora_A,
                                              at::TensorList lora_B, Numbers scalings,
                                              Numbers dropouts, const OptionalTensor& seed,
-                                             const OptionalTensor& packed);
+                                             const OptionalTensor& packed, Numbers rank_dropouts,
+                                             const OptionalTensor& adapter_ids);
 using BackwardOp = std::vector<Tensor>(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                        at::TensorList lora_A, at::TensorList lora_B,
                                        const Tensor& hidden, Numbers scalings, Numbers dropouts,
                                        const OptionalTensor& seed, at::ArrayRef<bool> output_mask,
-                                       const OptionalTensor& packed);
+                                       const OptionalTensor& packed, Numbers rank_dropouts,
+                                       const OptionalTensor& adapter_ids);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
@@ -78,17 +85,19 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, at::TensorList adapters,
                         const std::vector<double>& scalings, const std::vector<double>& dropouts,
-                        const OptionalTensor& seed) {
+                        const std::vector<double>& rank_dropouts, const OptionalTensor& seed) {
     static const auto op = find_op<ForwardOp>("loraaccel::lora_linear");
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [a, b] = unzip(adapters);
-    auto [y, hidden] = op.call(x, weight, bias, a, b, scalings, dropouts, seed, std::nullopt);
+    auto [y, hidden] = op.call(x, weight, bias, a, b, scalings, dropouts, seed, std::nullopt,
+                               rank_dropouts, std::nullopt);
     variable_list saved = {x, weight, std::move(hidden), seed.value_or(Tensor())};
     saved.insert(saved.end(), adapters.begin(), adapters.end());
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["scalings"] = scalings;
     ctx->saved_data["dropouts"] = dropouts;
+    ctx->saved_data["rank_dropouts"] = rank_dropouts;
     return y;
   }
 
@@ -113,7 +122,8 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
       wanted = op.call(grads[0], saved[0], saved[1], a, b, saved[2],
                        ctx->saved_data["scalings"].toDoubleVector(),
                        ctx->saved_data["dropouts"].toDoubleVector(), seed,
-                       at::ArrayRef<bool>(mask.data(), mask.size()), std::nullopt);
+                       at::ArrayRef<bool>(mask.data(), mask.size()), std::nullopt,
+                       ctx->saved_data["rank_dropouts"].toDoubleVector(), std::nullopt);
     }
     if (at::GradMode::is_enabled()) {  // the caller builds a graph of this backward pass
       for (Tensor& g : wanted) g = g.detach().requires_grad_();
@@ -121,7 +131,7 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
     }
 
     // One entry per argument of forward(), the list of adapters flattened; undefined where nothing is wanted.
-    variable_list out(mask.size() + 3);
+    variable_list out(mask.size() + 4);
     auto next = wanted.begin();
     for (size_t i = 0; i < mask.size(); ++i) {
       if (mask[i]) out[i] = std::move(*next++);
@@ -150,10 +160,10 @@ inline void check_operand(const char* name, const Tensor& t, const Tensor& x) {
 
 }  // namespace autograd_detail
 
-// LoRA linear layer with any number of adapters on one input; D_i is the input dropout of adapter i, the identity
-// unless `training`:
+// LoRA linear layer with any number of adapters on one input; D_i is the input dropout of adapter i and H_i the factors of
+// the dropouts of its rank activations, identities unless `training`:
 //
-//   y = x W^T + bias + sum_i scaling_i (D_i(x) A_i^T) B_i^T
+//   y = x W^T + bias + sum_i scaling_i (H_i . (D_i(x) A_i^T)) B_i^T
 //
 // x [..., K], weight [N, K], bias [N] or none (an undefined tensor is none too), y [..., N]. Any strides, any leading
 // dimensions, zero rows, no adapters.
@@ -176,23 +186,30 @@ inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight,
   check_operand("weight", weight, x);
   if (has_bias) check_operand("bias", *bias, x);
   std::vector<at::Tensor> tensors;
-  std::vector<double> scalings, dropouts;
+  std::vector<double> scalings, dropouts, rank_dropouts;
   bool drops = false;
+  bool drops_ranks = false;
+  // A probability that is none reaches the operator's check, training or not.
+  const auto in_force = [&](double p) { return training || !(p >= 0 && p <= 1) ? p : 0; };
   for (const LoraTensors& ad : adapters) {
     check_operand("lora_A", ad.lora_A, x);
     check_operand("lora_B", ad.lora_B, x);
     tensors.insert(tensors.end(), {ad.lora_A, ad.lora_B});
     scalings.push_back(ad.scaling);
-    // A probability that is none reaches the operator's check, training or not.
-    const bool in_force = training || !(ad.input_dropout >= 0 && ad.input_dropout <= 1);
-    dropouts.push_back(in_force ? ad.input_dropout : 0);
+    dropouts.push_back(in_force(ad.input_dropout));
     drops = drops || dropouts.back() != 0;
+    for (const double p : {in_force(ad.hidden_dropout), in_force(ad.rank_dropout)}) {
+      rank_dropouts.push_back(p);
+      drops_ranks = drops_ranks || p != 0;
+    }
   }
+  if (!drops_ranks) rank_dropouts.clear();
   std::optional<at::Tensor> seed;
-  if (drops)
+  if (drops || drops_ranks)
     seed = at::randint(int64_t{1} << 62, {2}, at::kLong);  // as the Python package draws it
-  return autograd_detail::LoraLinearFunction::apply(
-      x, weight, has_bias ? bias : std::nullopt, at::TensorList(tensors), scalings, dropouts, seed);
+  return autograd_detail::LoraLinearFunction::apply(x, weight, has_bias ? bias : std::nullopt,
+                                                    at::TensorList(tensors), scalings, dropouts,
+                                                    rank_dropouts, seed);
 }
 
 // The same with one adapter: lora_A [R, K], lora_B [N, R], scaling = alpha / R.
@@ -200,7 +217,8 @@ inline at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight,
                               const std::optional<at::Tensor>& bias, const at::Tensor& lora_A,
                               const at::Tensor& lora_B, double scaling = 1,
                               const LoraLinearOptions& options = {}) {
-  const LoraTensors adapter = {lora_A, lora_B, scaling, options.input_dropout};
+  const LoraTensors adapter = {
+      lora_A, lora_B, scaling, options.input_dropout, options.hidden_dropout, options.rank_dropout};
   return lora_linear(x, weight, bias, {&adapter, 1}, options.training);
 }
 

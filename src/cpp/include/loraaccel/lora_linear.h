@@ -3,10 +3,11 @@
 // Letters, here and in every file of the family: M rows of x, K inputs, N outputs, R rank.
 // With D_i(x) the input dropout of adapter i (identity where p_i = 0):
 //
-//   h_i = D_i(x) A_i^T                                  [M, R_i]
+//   h_i = H_i . (D_i(x) A_i^T)                          [M, R_i]
 //   y   = x W^T + bias + sum_i s_i h_i B_i^T            [M, N]
 //
-// and, for G = dL/dy and u_i = s_i G B_i,
+// where H_i, all ones without the dropouts of the rank activations, is applied element by element; and, for G = dL/dy and
+// u_i = H_i . (s_i G B_i),
 //
 //   dx = G W + sum_i D_i(u_i A_i)    dA_i = u_i^T D_i(x)    dB_i = s_i G^T h_i
 //   dW = G^T x                       dbias = sum of the rows of G
@@ -32,20 +33,33 @@ struct DropoutSpec {
 };
 
 struct LoraAdapter {
-  TensorView a;         // [R, K], R at least 1
-  TensorView b;         // [N, R]  dtype of a
-  double scale = 1;     // alpha / r, already divided; finite
-  DropoutSpec dropout;  // on the adapter's input
+  TensorView a;             // [R, K], R at least 1
+  TensorView b;             // [N, R]  dtype of a
+  double scale = 1;         // alpha / r, already divided; finite
+  DropoutSpec dropout;      // on the adapter's input
+  DropoutSpec hidden = {};  // on the rank activations: H(m, r) has the mask's factor at (m, r)
+  DropoutSpec rank =
+      {};  // on whole ranks of a sample: H(m, r) has the factor at (m / samples.rows, r)
+};
+
+// How the rows of x belong to samples: row m to sample m / rows.
+struct LoraSamples {
+  int64_t rows = 1;  // of one sample, at least 1; M is a multiple of it
+  // [M / rows]: the adapter that a sample has, an index into each layer's adapters, or -1 for none (then the rows are those
+  // of the frozen layer; h is zero where an adapter is not the sample's). Null: every row has all adapters.
+  // Such adapters have no dropout of their input.
+  const int64_t* adapter = nullptr;
 };
 
 struct LoraLinearArgs {
   TensorView x;                           // [M, K]
   TensorView w;                           // [N, K]  dtype of x
-  TensorView bias;                        // [N], dtype of x, or undefined
+  TensorView bias;                        // [N], dtype of x or float32 beside 16 bit; or undefined
   std::span<const LoraAdapter> adapters;  // none is allowed: a plain linear layer
   TensorView y;                           // [M, N]  output, dtype of x
   TensorView h;                    // [M, sum of R]  output, dense; float32, or float64 when x is
   const void* packed_w = nullptr;  // w by pack_weight(kForward), or null; see loraaccel/pack.h
+  LoraSamples samples = {};
 };
 
 // Computes y and h.
@@ -60,7 +74,7 @@ Status lora_linear_forward(const ExecContext& ctx, const LoraLinearArgs& args);
 struct LoraLinearGrads {
   TensorView dx;                   // [M, K], dtype of x, or undefined: not wanted
   TensorView dw;                   // [N, K], dtype of w, or undefined
-  TensorView dbias;                // [N], dtype of w, or undefined
+  TensorView dbias;                // [N], dtype of w or float32 beside 16 bit; or undefined
   std::span<const TensorView> da;  // per adapter [R, K], dtype of a, or undefined
   std::span<const TensorView> db;  // per adapter [N, R], dtype of b, or undefined
 };
@@ -73,6 +87,7 @@ struct LoraLinearBackwardArgs {
   TensorView h;           // as the forward call left it; may be undefined where no db is wanted
   LoraLinearGrads grads;  // outputs; only the defined ones are computed
   const void* packed_w = nullptr;  // w by pack_weight(kInputGradient), or null
+  LoraSamples samples = {};        // as in the forward call
 };
 
 // Computes the gradients that `grads` defines. With M = 0 they are zeros. Errors as in the forward call.

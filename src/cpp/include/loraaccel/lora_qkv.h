@@ -15,7 +15,7 @@ namespace loraaccel {
 
 struct LoraProjection {
   TensorView w;                           // [N, K]  dtype of x
-  TensorView bias;                        // [N], dtype of x, or undefined
+  TensorView bias;                        // [N], as of lora_linear; or undefined
   std::span<const LoraAdapter> adapters;  // none is allowed
   TensorView y;                    // [M, N]  output, dtype of x; may be columns of a wider matrix
   const void* packed_w = nullptr;  // w by pack_weight(kForward), or null
@@ -27,6 +27,7 @@ struct LoraQkvArgs {
       projections;  // at least one; sizes, biases and adapters may differ
   TensorView
       h;  // [M, sum of all R]  output, dense; in the order of the projections and their adapters
+  LoraSamples samples = {};
 };
 
 // Computes every y and h. Rules and errors as of lora_linear_forward.
@@ -46,8 +47,9 @@ struct LoraProjectionBackward {
 struct LoraQkvBackwardArgs {
   TensorView x;  // [M, K]  read only where some dw or da is wanted
   std::span<const LoraProjectionBackward> projections;  // as in the forward call
-  TensorView h;   // as the forward call left it; may be undefined where no db is wanted
-  TensorView dx;  // [M, K], dtype of x, or undefined
+  TensorView h;              // as the forward call left it; may be undefined where no db is wanted
+  TensorView dx;             // [M, K], dtype of x, or undefined
+  LoraSamples samples = {};  // as in the forward call
 };
 
 // Computes the gradients that are defined. With M = 0, or without any dy, they are zeros.

@@ -6,42 +6,83 @@
 
 namespace loraaccel::bridge {
 
+namespace {
+
+struct Key {
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+};
+
+Key key_of(const char* op, const Dropouts& dropouts) {
+  bool drops = dropouts.output > 0;
+  for (const double p : dropouts.input) drops = drops || p > 0;
+  for (const double p : dropouts.rank) drops = drops || p > 0;
+  if (!drops) return {};
+  const OptionalTensor& seed = dropouts.seed;
+  if (!seed.has_value() || seed->scalar_type() != torch::headeronly::ScalarType::Long ||
+      seed->numel() != 2 || !seed->is_contiguous() || !seed->is_cpu()) {
+    fail(StatusCode::kInvalidArgument,
+         std::string(op) +
+             ": dropout without a seed, expected a dense int64 tensor of two "
+             "numbers on the CPU (seed, offset)");
+  }
+  const auto* numbers = static_cast<const int64_t*>(seed->data_ptr());
+  return {static_cast<uint64_t>(numbers[0]), static_cast<uint64_t>(numbers[1])};
+}
+
+}  // namespace
+
 std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& lora_a,
                                      const std::vector<Tensor>& lora_b,
                                      const std::vector<double>& scalings,
-                                     const std::vector<double>& dropouts,
-                                     const OptionalTensor& seed) {
+                                     const Dropouts& dropouts) {
   const size_t n = lora_a.size();
-  if (lora_b.size() != n || scalings.size() != n || dropouts.size() != n) {
+  if (lora_b.size() != n || scalings.size() != n || dropouts.input.size() != n) {
     fail(StatusCode::kInvalidArgument,
          std::string(op) + ": " + std::to_string(n) + " lora_A, " + std::to_string(lora_b.size()) +
              " lora_B, " + std::to_string(scalings.size()) + " scalings and " +
-             std::to_string(dropouts.size()) + " dropouts, expected as many of each");
+             std::to_string(dropouts.input.size()) + " dropouts, expected as many of each");
   }
-  uint64_t key = 0;
-  uint64_t offset = 0;
-  bool drops = false;
-  for (const double p : dropouts) drops = drops || p > 0;
-  if (drops) {
-    if (!seed.has_value() || seed->scalar_type() != torch::headeronly::ScalarType::Long ||
-        seed->numel() != 2 || !seed->is_contiguous() || !seed->is_cpu()) {
-      fail(StatusCode::kInvalidArgument,
-           std::string(op) +
-               ": dropout without a seed, expected a dense int64 tensor of two "
-               "numbers on the CPU (seed, offset)");
-    }
-    const auto* numbers = static_cast<const int64_t*>(seed->data_ptr());
-    key = static_cast<uint64_t>(numbers[0]);
-    offset = static_cast<uint64_t>(numbers[1]);
+  if (!dropouts.rank.empty() && dropouts.rank.size() != 2 * n) {
+    fail(StatusCode::kInvalidArgument, std::string(op) + ": " +
+                                           std::to_string(dropouts.rank.size()) +
+                                           " rank_dropouts, expected none or " +
+                                           std::to_string(2 * n) + ", two for each adapter");
   }
+  const Key key = key_of(op, dropouts);
   std::vector<LoraAdapter> adapters(n);
   for (size_t i = 0; i < n; ++i) {
     adapters[i].a = matrix_view(lora_a[i], op, "lora_A");
     adapters[i].b = matrix_view(lora_b[i], op, "lora_B");
     adapters[i].scale = scalings[i];
-    adapters[i].dropout = {dropouts[i], key, offset + i};  // each adapter its own mask
+    adapters[i].dropout = {dropouts.input[i], key.seed, key.offset + i};
+    if (dropouts.rank.empty()) continue;
+    adapters[i].hidden = {dropouts.rank[2 * i], key.seed, key.offset + n + i};
+    adapters[i].rank = {dropouts.rank[2 * i + 1], key.seed, key.offset + 2 * n + i};
   }
   return adapters;
+}
+
+DropoutSpec output_dropout_of(const char* op, size_t adapters, const Dropouts& dropouts) {
+  const Key key = key_of(op, dropouts);
+  return {dropouts.output, key.seed, key.offset + 3 * adapters};
+}
+
+LoraSamples samples_of(const char* op, const Tensor& x, int64_t rows,
+                       const OptionalTensor& adapters) {
+  const int64_t samples = x.dim() > 1 ? x.size(0) : 1;
+  LoraSamples result;
+  if (samples > 0 && rows > 0) result.rows = rows / samples;
+  if (!adapters.has_value()) return result;
+  if (adapters->scalar_type() != torch::headeronly::ScalarType::Long || adapters->dim() != 1 ||
+      adapters->numel() != samples || !adapters->is_contiguous() || !adapters->is_cpu()) {
+    fail(StatusCode::kInvalidArgument,
+         std::string(op) +
+             ": adapter_ids is not one dense int64 number on the CPU for each of the " +
+             std::to_string(samples) + " samples of x, its first dimension");
+  }
+  result.adapter = static_cast<const int64_t*>(adapters->data_ptr());
+  return result;
 }
 
 Group::Group(const char* op, size_t layers, const std::vector<int64_t>& counts,

@@ -14,13 +14,25 @@ namespace loraaccel::bridge {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// The adapters of one call: views over the tensors of two lists, a scale and a dropout each. `seed` is a dense int64 tensor
-// of two numbers (seed, offset), needed where some dropout is not 0; each adapter has a mask of its own.
+// The numbers that say what is dropped. `seed` is a dense int64 tensor of two numbers (seed, offset), needed where some
+// probability is not 0; every mask of a call has an offset of its own.
+struct Dropouts {
+  std::span<const double> input;  // of each adapter
+  std::span<const double> rank;   // hidden_dropout and rank_dropout of each adapter, or none at all
+  const OptionalTensor& seed;
+  double output = 0;
+};
+
+// The adapters of one call: views over the tensors of two lists, a scale and dropouts each.
 std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& lora_a,
                                      const std::vector<Tensor>& lora_b,
-                                     const std::vector<double>& scalings,
-                                     const std::vector<double>& dropouts,
-                                     const OptionalTensor& seed);
+                                     const std::vector<double>& scalings, const Dropouts& dropouts);
+// The mask of the adapters' output.
+DropoutSpec output_dropout_of(const char* op, size_t adapters, const Dropouts& dropouts);
+
+// Samples are the first dimension of x. `adapters`: a dense int64 tensor, the adapter of each; none: all have all.
+LoraSamples samples_of(const char* op, const Tensor& x, int64_t rows,
+                       const OptionalTensor& adapters);
 
 // The type of the sums, and so of the rank activations.
 inline DType sum_type(DType x) { return x == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }

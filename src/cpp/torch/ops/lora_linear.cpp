@@ -24,17 +24,20 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
                                       const std::vector<Tensor>& lora_b,
                                       const std::vector<double>& scalings,
                                       const std::vector<double>& dropouts,
-                                      const OptionalTensor& seed, const OptionalTensor& packed) {
+                                      const OptionalTensor& seed, const OptionalTensor& packed,
+                                      const std::vector<double>& rank_dropouts,
+                                      const OptionalTensor& adapter_ids) {
   constexpr const char* kOp = "lora_linear";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
   const std::vector<LoraAdapter> adapters =
-      bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
+      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed});
   LoraLinearArgs args;
   args.x = rows.view;
   args.w = bridge::matrix_view(weight, kOp, "weight");
   if (bias.has_value()) args.bias = bridge::vector_view(*bias, kOp, "bias");
   args.adapters = adapters;
   args.packed_w = bridge::packed_memory(packed, kOp);
+  args.samples = bridge::samples_of(kOp, x, args.x.rows(), adapter_ids);
   const DType dtype = args.x.dtype;
   Tensor y = bridge::empty_like_shape(x, args.w.rows(), dtype);
   Tensor hidden = bridge::empty({args.x.rows(), total_rank(adapters)}, sum_type(dtype));
@@ -51,8 +54,9 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
                                 const std::vector<Tensor>& lora_b, const Tensor& hidden,
                                 const std::vector<double>& scalings,
                                 const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                const std::vector<bool>& output_mask,
-                                const OptionalTensor& packed) {
+                                const std::vector<bool>& output_mask, const OptionalTensor& packed,
+                                const std::vector<double>& rank_dropouts,
+                                const OptionalTensor& adapter_ids) {
   constexpr const char* kOp = "lora_linear_backward";
   if (output_mask.size() != 3 + 2 * lora_a.size()) {
     bridge::fail(StatusCode::kInvalidArgument,
@@ -63,7 +67,7 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   const RowsTensor x_rows = bridge::rows_view(x, kOp, "x");
   const RowsTensor grad_rows = bridge::rows_view(grad, kOp, "grad");
   const std::vector<LoraAdapter> adapters =
-      bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed);
+      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed});
   LoraLinearBackwardArgs args;
   args.dy = grad_rows.view;
   args.x = x_rows.view;
@@ -71,6 +75,7 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   args.adapters = adapters;
   args.h = bridge::matrix_view(hidden, kOp, "hidden");
   args.packed_w = bridge::packed_memory(packed, kOp);
+  args.samples = bridge::samples_of(kOp, x, args.x.rows(), adapter_ids);
 
   std::vector<Tensor> outputs;
   const DType dtype = args.x.dtype;
@@ -84,7 +89,7 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
     args.grads.dw = bridge::matrix_view(outputs.back(), kOp, "grad_weight");
   }
   if (output_mask[2]) {
-    outputs.push_back(bridge::empty({args.w.rows()}, dtype));
+    outputs.push_back(bridge::empty({args.w.rows()}, sum_type(dtype)));  // the bias may be float32
     args.grads.dbias = bridge::vector_view(outputs.back(), kOp, "grad_bias");
   }
   std::vector<TensorView> da(adapters.size());
@@ -124,17 +129,19 @@ Tensor pack_op(const Tensor& weight, bool for_input_gradient) {
 
 STABLE_TORCH_LIBRARY(loraaccel, m) {
   // Returns y [..., N] and the rank activations hidden [M, sum of R] that the backward operator takes.
+  // dropouts: of the input, for each adapter; rank_dropouts: none, or of the rank activations and of whole ranks of a
+  // sample, for each adapter. adapter_ids: the adapter of each sample of x (its first dimension), -1 for none.
   m.def(
       "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_A, Tensor[] lora_B, "
       "float[] scalings, "
-      "float[] dropouts, Tensor? seed, Tensor? packed=None) -> (Tensor, Tensor)");
+      "float[] dropouts, Tensor? seed, Tensor? packed=None, float[] rank_dropouts=[], "
+      "Tensor? adapter_ids=None) -> (Tensor, Tensor)");
   // Returns the gradients that output_mask asks for, in its order: x, weight, bias, then A and B of each adapter.
   m.def(
       "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor[] lora_A, Tensor[] "
       "lora_B, Tensor hidden, "
-      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, Tensor? packed=None) "
-      "-> "
-      "Tensor[]");
+      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, Tensor? packed=None, "
+      "float[] rank_dropouts=[], Tensor? adapter_ids=None) -> Tensor[]");
   // A copy of the weight in the order in which the kernels read it, as bytes; see loraaccel/pack.h.
   m.def("pack_weight(Tensor weight, bool for_input_gradient) -> Tensor");
 }

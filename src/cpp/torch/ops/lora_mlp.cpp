@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   check_layers(kOp, weights.size());
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
   const Group group(kOp, weights.size(), adapters,
-                    bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed));
+                    bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, {}, seed}));
   const auto bias = bridge::spread(kOp, "biases", biases, has_bias, weights.size());
   std::vector<LoraProjection> layers(weights.size());
   for (size_t j = 0; j < weights.size(); ++j) {
@@ -105,7 +105,7 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   const RowsTensor grad_rows = bridge::rows_view(grad, kOp, "grad");
   const RowsTensor inner_rows = bridge::rows_view(inner, kOp, "inner");
   const Group group(kOp, weights.size(), adapters,
-                    bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed));
+                    bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, {}, seed}));
   const DType dtype = rows.view.dtype;
   const auto count = static_cast<int64_t>(weights.size()) - 1;
   const int64_t m = rows.view.rows();

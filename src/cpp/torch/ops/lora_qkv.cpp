@@ -21,11 +21,12 @@ std::tuple<Tensor, Tensor> forward_op(
     const std::vector<bool>& has_bias, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const std::vector<int64_t>& adapters,
     const std::vector<double>& scalings, const std::vector<double>& dropouts,
-    const OptionalTensor& seed) {
+    const OptionalTensor& seed, const std::vector<double>& rank_dropouts) {
   constexpr const char* kOp = "lora_qkv";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
-  const Group group(kOp, weights.size(), adapters,
-                    bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed));
+  const Group group(
+      kOp, weights.size(), adapters,
+      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed}));
   const auto bias = spread(kOp, "biases", biases, has_bias, weights.size());
   std::vector<LoraProjection> projections(weights.size());
   int64_t outputs = 0;
@@ -44,9 +45,9 @@ std::tuple<Tensor, Tensor> forward_op(
     data += p.w.rows() * static_cast<int64_t>(dtype_size_bytes(dtype));
   }
   const char* kernel = nullptr;
-  bridge::throw_if_error(
-      lora_qkv_forward(bridge::context(&kernel),
-                       {rows.view, projections, bridge::matrix_view(hidden, kOp, "hidden")}));
+  bridge::throw_if_error(lora_qkv_forward(
+      bridge::context(&kernel), {rows.view, projections, bridge::matrix_view(hidden, kOp, "hidden"),
+                                 bridge::samples_of(kOp, x, rows.view.rows(), {})}));
   bridge::count_kernel(kernel);
   return {std::move(y), std::move(hidden)};
 }
@@ -58,7 +59,8 @@ std::vector<Tensor> backward_op(const std::vector<Tensor>& grads, const std::vec
                                 const std::vector<int64_t>& adapters, const Tensor& hidden,
                                 const std::vector<double>& scalings,
                                 const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                const std::vector<bool>& output_mask) {
+                                const std::vector<bool>& output_mask,
+                                const std::vector<double>& rank_dropouts) {
   constexpr const char* kOp = "lora_qkv_backward";
   const size_t expected = 1 + 2 * weights.size() + 2 * lora_a.size();
   if (output_mask.size() != expected) {
@@ -68,13 +70,15 @@ std::vector<Tensor> backward_op(const std::vector<Tensor>& grads, const std::vec
                      " (x, then weight, bias and A and B of each adapter of each projection)");
   }
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
-  const Group group(kOp, weights.size(), adapters,
-                    bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropouts, seed));
+  const Group group(
+      kOp, weights.size(), adapters,
+      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed}));
   const auto grad = spread(kOp, "grads", grads, has_grad, weights.size());
   const DType dtype = rows.view.dtype;
   LoraQkvBackwardArgs args;
   args.x = rows.view;
   args.h = bridge::matrix_view(hidden, kOp, "hidden");
+  args.samples = bridge::samples_of(kOp, x, args.x.rows(), {});
   std::vector<Tensor> outputs;
   size_t at = 0;
   if (output_mask[at++]) {
@@ -106,14 +110,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
   // biases: only those that there are; lora_A, lora_B, scalings, dropouts: of all projections, `adapters` counts each's.
   m.def(
       "lora_qkv(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, Tensor[] lora_A, "
-      "Tensor[] lora_B, int[] adapters, float[] scalings, float[] dropouts, Tensor? seed) -> "
-      "(Tensor, Tensor)");
+      "Tensor[] lora_B, int[] adapters, float[] scalings, float[] dropouts, Tensor? seed, "
+      "float[] rank_dropouts=[]) -> (Tensor, Tensor)");
   // grads: of the projections whose output got one. Returns the gradients that output_mask asks for, in its order: x,
   // then of each projection weight, bias, and A and B of each adapter.
   m.def(
       "lora_qkv_backward(Tensor[] grads, bool[] has_grad, Tensor x, Tensor[] weights, Tensor[] "
       "lora_A, Tensor[] lora_B, int[] adapters, Tensor hidden, float[] scalings, float[] dropouts, "
-      "Tensor? seed, bool[] output_mask) -> Tensor[]");
+      "Tensor? seed, bool[] output_mask, float[] rank_dropouts=[]) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {

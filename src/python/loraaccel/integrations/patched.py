@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from loraaccel import _state
-from loraaccel.integrations import peft
-from loraaccel.ops import LoraLinearCall, run_lora_linear
+from loraaccel.integrations import peft, peft_forms
+from loraaccel.ops import run_lora_linear
 
 # verify: ||ours - own|| / ||own||. Both round every output to the dtype and sum in a different order; 16-bit eager code
 # rounds up to four times. A wrong scale, adapter or transposition is off by far more.
@@ -33,6 +34,8 @@ class PatchState:
     name: str  # in the model that was patched
     reason: str  # why it is never fused: excluded, unsupported, rolled back; empty where each call decides
     verify: int  # calls that are still to be compared
+    kind: str = "lora_linear"  # of the module
+    kinds: frozenset[str] | None = None  # operators that may be used; None: all
     looks: int = 8  # times that it will still look for a re-entrant checkpoint around it
 
 
@@ -92,22 +95,44 @@ def _make_class(base: type) -> type:
         compiling = torch.compiler.is_compiling()
         reason = state.reason
         if not reason:
-            if len(args) != 1 or kwargs:
-                reason = "extra_arguments"
-            else:
-                call = peft.fused_call(self, args[0], compiling)
-                if isinstance(call, str):
-                    reason = call
-                elif compiling:
+            plain = state.kind == "lora_linear" and len(args) == 1 and not kwargs
+            call = peft.fused_call(self, args[0], compiling) if plain else ""
+            if isinstance(call, tuple):
+                if compiling:
                     return run_lora_linear(call)
-                elif state.verify <= 0 or any(call[6]) or _verified(self, state, args[0], call):
+                if (
+                    state.verify <= 0
+                    or any(call[6])
+                    or _verified(self, state, args, kwargs, lambda: run_lora_linear(call), call[3])
+                ):
                     if state.looks > 0 and self.training and not torch.is_grad_enabled():
                         _look_for_lost_gradients(state)
                     y = run_lora_linear(call)
                     _state.fused["lora_linear"] += 1
                     return y
+                reason = state.reason
+            elif call == "" or call in peft_forms.SECOND_LOOK:
+                form = peft_forms.form_of(self, args, kwargs, compiling)
+                if isinstance(form, str):
+                    reason = form
+                elif state.kinds is not None and form.kind not in state.kinds:
+                    reason = "kind_excluded"
+                elif compiling:
+                    return form.run()
+                elif (
+                    state.verify <= 0
+                    or form.dropout
+                    or _verified(self, state, args, kwargs, form.run, form.dtypes)
+                ):
+                    if state.looks > 0 and self.training and not torch.is_grad_enabled():
+                        _look_for_lost_gradients(state)
+                    y = form.run()
+                    _state.fused[form.kind] += 1
+                    return y
                 else:
                     reason = state.reason
+            else:
+                reason = call
         if not compiling:
             _state.fallback[reason] += 1
         return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -134,14 +159,22 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return args, kwargs
 
 
-def _verified(module: nn.Module, state: PatchState, x: Tensor, call: LoraLinearCall) -> bool:
+def _verified(
+    module: nn.Module,
+    state: PatchState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[[], Tensor],
+    adapters: Sequence[Tensor | torch.dtype],
+) -> bool:
     """Compares the operator's output with the module's own, without gradients; False where they differ too much."""
     state.verify -= 1
     with torch.no_grad():
-        y = run_lora_linear(call)
-        expected = base_class(module).forward(module, x)  # type: ignore[attr-defined]
+        y = run()
+        expected = base_class(module).forward(module, *args, **kwargs)  # type: ignore[attr-defined]
         error = _relative_error(y.double(), expected.double())
-    bound = max(VERIFY_BOUND[t.dtype] for t in (y, *call[3]))
+    dtypes = [y.dtype, *(t.dtype if isinstance(t, Tensor) else t for t in adapters)]
+    bound = max(VERIFY_BOUND[t] for t in dtypes)
     if y.dtype == expected.dtype and error <= bound:
         return True
     state.reason = "verify_failed"

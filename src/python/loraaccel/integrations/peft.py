@@ -30,16 +30,22 @@ def kind_of(module: nn.Module) -> str | None:
     layer = sys.modules.get("peft.tuners.lora.layer")
     if layer is None or not isinstance(module, layer.LoraLayer):
         return None
+    from loraaccel.integrations import peft_forms
+
     own = getattr(type(module), "_loraaccel_base", type(module))  # as in integrations.patched.base_class
-    return "lora_linear" if own is layer.Linear else own.__name__
+    return peft_forms.kind_of_class(own) or own.__name__
 
 
 def why_not_module(module: nn.Module) -> str:
     """Reason code for the module as it stands, whatever x will be; empty where it can be fused."""
+    from loraaccel.integrations import peft_forms
+
+    if kind_of(module) != "lora_linear":
+        return peft_forms.why_not_module(module)
     operands = _operands(module, compiling=False)
-    if isinstance(operands, str):
-        return operands
-    return _why_not_weights(*operands[:4])
+    if not isinstance(operands, str):
+        return _why_not_weights(*operands[:4])
+    return peft_forms.why_not_module(module) if operands in peft_forms.SECOND_LOOK else operands
 
 
 def fused_call(module: nn.Module, x: Any, compiling: bool) -> LoraLinearCall | str:

@@ -1,0 +1,40 @@
+"""Checks that the operators share: what the dispatcher would report without naming the argument, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def check_operands(where: str, operands: dict[str, Any], x: Tensor) -> None:
+    for name, t in operands.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{where}: {name} is a {type(t).__name__}, expected a torch.Tensor")
+        if t.device != x.device:
+            raise ValueError(f"{where}: {name} is on {t.device}, expected {x.device} as x")
+
+
+def number(op: str, scaling: Any) -> float:
+    try:
+        return float(scaling)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scaling is {scaling!r}, expected a number") from None
+
+
+def in_force(training: bool, *probabilities: float) -> list[float]:
+    """0 outside training; the operator refuses what is no probability, in training or not."""
+    return [float(p) if training or not 0.0 <= p <= 1.0 else 0.0 for p in probabilities]
+
+
+def check_probabilities(op: str, **probabilities: float) -> None:
+    for name, p in probabilities.items():
+        if not 0.0 <= p <= 1.0:
+            raise RuntimeError(f"{op}: {name} is {p}, expected a probability from 0 to 1")
+
+
+def check_matrix(op: str, name: str, t: Tensor, rows: int | None, cols: int | None) -> None:
+    wrong = t.dim() != 2 or (rows is not None and t.shape[0] != rows)
+    if wrong or (cols is not None and t.shape[1] != cols):
+        expected = ", ".join("*" if s is None else str(s) for s in (rows, cols))
+        raise RuntimeError(f"{op}: {name} has shape {list(t.shape)}, expected [{expected}]")

@@ -1,0 +1,173 @@
+"""dora_linear, and what it is made of beside a LoRA layer: norms of the adapted weight, a gain for each output."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraaccel import _autograd, _state
+from loraaccel._autograd import _below_autograd
+from loraaccel._checks import check_operands, check_probabilities, in_force, number
+from loraaccel.ops import lora_linear_adapters
+
+norms_op = torch.ops.loraaccel.weight_norms.default
+gain_op = torch.ops.loraaccel.column_gain.default
+gain_backward_op = torch.ops.loraaccel.column_gain_backward.default
+
+# Norms of frozen layers in evaluation: (versions of the tensors, scalings, norms), by A of the first adapter.
+_kept: weakref.WeakKeyDictionary[Tensor, tuple[Any, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def dora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    magnitude: Tensor,
+    scaling: float = 1.0,
+    *,
+    input_dropout: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """DoRA linear layer:  y = (m / c) ∘ (x Wᵀ + scaling · x Aᵀ Bᵀ) + bias,  c = ‖W + scaling · B A‖ of each row.
+
+    magnitude m [N]; the rest as of `lora_linear`. c is a constant to autograd, as in PEFT: gradients reach x, W, A, B,
+    m and bias. It is computed in the type of the sums, without a matrix of W's size, and kept between calls without
+    gradients. With ``input_dropout`` in training, D(x) takes x's place in the update, (m / c - 1) ∘ (D(x) Wᵀ) +
+    (m / c) ∘ scaling · D(x) Aᵀ Bᵀ, beside x Wᵀ + bias: a second product with W, as PEFT's.
+    Types, autocast and errors as in `lora_linear`.
+    Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
+    """
+    op = "dora_linear"
+    operands = {
+        "x": x, "weight": weight, "bias": bias, "lora_A": lora_A, "lora_B": lora_B, "magnitude": magnitude,
+    }  # fmt: skip
+    check_operands(op, {k: v for k, v in operands.items() if v is not None}, x)
+    if weight.dim() != 2 or tuple(magnitude.shape) != (weight.shape[0],):
+        raise RuntimeError(
+            f"{op}: magnitude has shape {list(magnitude.shape)}, expected [{weight.shape[0]}] to go with weight "
+            f"{list(weight.shape)}"
+        )
+    (p,) = in_force(training, input_dropout)
+    check_probabilities(op, input_dropout=p)
+    return dora(x, weight, bias, lora_A, lora_B, magnitude, number(op, scaling), p)
+
+
+def weight_norms(
+    weight: Tensor | None, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], scalings: Sequence[float]
+) -> Tensor:
+    """Norms of the rows of W + Σ sᵢ Bᵢ Aᵢ (without a weight: of the sum alone), [N], in the type of the sums. A
+    constant to autograd. Kept between calls without gradients, until one of the tensors changes."""
+    if torch.compiler.is_compiling():
+        return norms_op(weight, list(lora_a), list(lora_b), list(scalings))
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _norms(weight, lora_a, lora_b, scalings)
+    tensors = [t for t in (weight, *lora_a, *lora_b) if t is not None]
+    if any(t.is_inference() for t in tensors) or torch._C._len_torch_dispatch_stack() > 0:
+        return _norms(weight, lora_a, lora_b, scalings)
+    key = [(t.data_ptr(), t._version, t.shape, t.dtype) for t in tensors], list(scalings)
+    known = _kept.get(lora_a[0])
+    if known is None or known[0] != key:
+        known = _kept[lora_a[0]] = key, _norms(weight, lora_a, lora_b, scalings)
+    return known[1]
+
+
+def _norms(
+    weight: Tensor | None, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], scalings: Sequence[float]
+) -> Tensor:
+    if _state.off():
+        total = sum((s * (b @ a) for a, b, s in zip(lora_a, lora_b, scalings, strict=True)), torch.zeros(()))
+        sums = torch.float64 if lora_a[0].dtype == torch.float64 else torch.float32
+        return torch.linalg.norm((total if weight is None else weight + total).to(sums), dim=1)
+    with _below_autograd():
+        return norms_op(weight, list(lora_a), list(lora_b), list(scalings))
+
+
+def column_gain(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    """gain ∘ z + bias over the last dimension, in z's dtype."""
+    if _state.off():
+        y = z * gain
+        return (y if bias is None else y + bias).to(z.dtype)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return gain_op(z, gain, bias)
+    with _below_autograd():
+        return gain_op(z, gain, bias)
+
+
+def dora(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """`dropout` is in force: 0 outside training."""
+    norms = weight_norms(weight, [lora_a], [lora_b], [scaling])
+    gain = magnitude / norms
+    if dropout == 0.0:
+        z = lora_linear_adapters(x, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
+        return column_gain(z, gain, None if bias is None else bias.to(z.dtype))
+    # x Wᵀ + bias + (gain - 1) ∘ (D(x) Wᵀ) + gain ∘ s D(x) Aᵀ Bᵀ, with the first and third part of W in one product.
+    dropped = F.dropout(x, dropout)
+    z = lora_linear_adapters(dropped, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
+    rest = lora_linear_adapters(x - dropped, weight, bias, (), (), [], [])
+    return column_gain(z, gain, None) + rest
+
+
+@torch.library.register_fake("loraaccel::weight_norms")
+def _norms_fake(
+    weight: Tensor | None, lora_A: list[Tensor], lora_B: list[Tensor], scalings: list[float]
+) -> Tensor:
+    sums = torch.float64 if lora_A[0].dtype == torch.float64 else torch.float32
+    return lora_A[0].new_empty((lora_B[0].shape[0],), dtype=sums)
+
+
+@torch.library.register_fake("loraaccel::column_gain")
+def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    op = "column_gain"
+    _autograd._check_devices(op, z, None, gain=gain, bias=bias)
+    torch._check(
+        gain.dim() == 1 and gain.shape[0] == z.shape[-1],
+        lambda: _autograd._wrong(op, "gain", gain, f"[{z.shape[-1]}]"),
+    )
+    return torch.empty_like(z, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("loraaccel::column_gain_backward")
+def _gain_backward_fake(grad: Tensor, z: Tensor, gain: Tensor, output_mask: list[bool]) -> list[Tensor]:
+    outputs = [torch.empty_like(z, memory_format=torch.contiguous_format)] if output_mask[0] else []
+    if output_mask[1]:
+        outputs.append(torch.empty_like(gain, memory_format=torch.contiguous_format))
+    if output_mask[2]:
+        outputs.append(z.new_empty(gain.shape))
+    return outputs
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    z, gain, bias = inputs
+    ctx.save_for_backward(z, gain)
+    ctx.set_materialize_grads(False)
+    ctx.mask = [z.requires_grad, gain.requires_grad, bias is not None and bias.requires_grad]
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> Any:
+    if grad is None:
+        return None, None, None
+    z, gain = ctx.saved_tensors
+    wanted = iter(gain_backward_op(grad, z, gain, ctx.mask))
+    return tuple(next(wanted) if m else None for m in ctx.mask)
+
+
+torch.library.register_autograd("loraaccel::column_gain", _backward, setup_context=_setup_context)
+torch.library.register_autograd("loraaccel::column_gain_backward", _autograd._backward_of_backward)
+torch.library.register_autograd("loraaccel::weight_norms", lambda ctx, grad: (None, None, None, None))

@@ -1,0 +1,134 @@
+"""LoHa layers: a LoRA layer of the product of the ranks where that is cheaper than making the update's matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraaccel._checks import check_matrix, check_operands, check_probabilities, in_force, number
+from loraaccel._conv2d import Pair, conv_update
+from loraaccel._eager import rank_mask
+from loraaccel.ops import lora_linear_adapters
+
+
+def loha_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    w1_a: Tensor,
+    w1_b: Tensor,
+    w2_a: Tensor,
+    w2_b: Tensor,
+    scaling: float = 1.0,
+    *,
+    rank_dropout: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """LoHa linear layer:  y = x Wᵀ + bias + x ΔWᵀ,  ΔW = scaling · (w1_a w1_b) ∘ (w2_a w2_b).
+
+    w1_a [N, R1], w1_b [R1, K], w2_a [N, R2], w2_b [R2, K]; the rest as of `lora_linear`. ΔW has rank at most R1 R2,
+    with factors made of products of rows and of columns: where that is cheaper the layer is a LoRA layer of that rank,
+    else ΔW itself is made. ``rank_dropout`` drops rows of ΔW in training, kept ones times 1 / (1 - p) (kohya, LyCORIS).
+    Source: Hyeon-Woo et al., "FedPara", 2022; LyCORIS, Yeh et al., 2023.
+    """
+    op = "loha_linear"
+    operands = {"weight": weight, "bias": bias, "w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b}
+    check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None}, x)
+    check_matrix(op, "weight", weight, None, x.shape[-1] if x.dim() else None)
+    n, k = weight.shape
+    _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
+    scale = number(op, scaling)
+    (p,) = in_force(training, rank_dropout)
+    check_probabilities(op, rank_dropout=p)
+    rows = x.numel() // max(k, 1)
+    rank = w1_a.shape[1] * w2_a.shape[1]
+    mask = None if p == 0.0 else rank_mask(w1_a.new_empty(n), p)
+    if _factors_pay(rows, n, k, rank, w1_a.shape[1] + w2_a.shape[1], _records(x, w1_a, w1_b, w2_a, w2_b)):
+        a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
+        b = b if mask is None else b * mask[:, None]
+        return lora_linear_adapters(x, weight, bias, (a,), (b,), [scale], [0.0])
+    delta = (w1_a @ w1_b) * (w2_a @ w2_b) * scale
+    delta = delta if mask is None else delta * mask[:, None]
+    return _with_delta(x, weight, bias, delta)
+
+
+def hadamard_factors(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> tuple[Tensor, Tensor]:
+    """A [R1 R2, K] and B [N, R1 R2] with B A = (w1_a w1_b) ∘ (w2_a w2_b): all products of a row (column) of one with
+    a row (column) of the other."""
+    a = (w1_b[:, None] * w2_b[None]).flatten(0, 1)
+    b = (w1_a[:, :, None] * w2_a[:, None]).flatten(1)
+    return a, b
+
+
+def _check_hadamard(op: str, factors: Sequence[Tensor], n: int, k: int) -> None:
+    w1_a, w1_b, w2_a, w2_b = factors
+    for name, a, b in (("w1", w1_a, w1_b), ("w2", w2_a, w2_b)):
+        check_matrix(op, f"{name}_a", a, n, None)
+        check_matrix(op, f"{name}_b", b, a.shape[1], k)
+
+
+def _factors_pay(rows: int, n: int, k: int, rank: int, factors: int, training: bool) -> bool:
+    """Multiplications of the factored form against those of making ΔW [N, K] from `factors` ranks and using it."""
+    passes = 3 if training else 1
+    factored = passes * rows * rank * (n + k)
+    made = passes * n * k * factors + (rows * n * k if training else 0)
+    return factored <= made
+
+
+def _records(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _with_delta(x: Tensor, weight: Tensor, bias: Tensor | None, delta: Tensor) -> Tensor:
+    """x (W + ΔW)ᵀ + bias. In 16 bit the sum would lose ΔW below W's last bit: there the products are added."""
+    if weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type):
+        return lora_linear_adapters(x, weight + delta.to(weight.dtype), bias, (), (), [], [])
+    base = lora_linear_adapters(x, weight, bias, (), (), [], [])
+    return base + F.linear(x.to(base.dtype), delta.to(base.dtype))
+
+
+def loha_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    w1_a: Tensor,
+    w1_b: Tensor,
+    w2_a: Tensor,
+    w2_b: Tensor,
+    scaling: float = 1.0,
+    stride: Pair = 1,
+    padding: Pair | str = 0,
+    dilation: Pair = 1,
+    *,
+    rank_dropout: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """LoHa convolution:  y = conv(x, W + ΔW) + bias,  ΔW = scaling · (w1_a w1_b) ∘ (w2_a w2_b), reshaped as W.
+
+    w1_a, w2_a [N, R]; w1_b, w2_b [R, C kh kw] (or [R, C, kh, kw]). Arguments, choice of the form and errors as in
+    `loha_linear` and `lora_conv2d`.
+    """
+    op = "loha_conv2d"
+    operands = {"weight": weight, "bias": bias, "w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b}
+    check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None}, x)
+    w1_b, w2_b = w1_b.flatten(1), w2_b.flatten(1)
+    n, k = weight.shape[0], weight[0].numel()
+    _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
+    scale = number(op, scaling)
+    (p,) = in_force(training, rank_dropout)
+    check_probabilities(op, rank_dropout=p)
+    geometry = stride, padding, dilation
+    base = F.conv2d(x, weight, bias, *geometry)
+    pixels = base.shape[0] * base.shape[2:].numel()
+    rank = w1_a.shape[1] * w2_a.shape[1]
+    mask = None if p == 0.0 else rank_mask(w1_a.new_empty(n), p)
+    if _factors_pay(pixels, n, k, rank, w1_a.shape[1] + w2_a.shape[1], _records(x, w1_a, w1_b, w2_a, w2_b)):
+        a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
+        b = b if mask is None else b * mask[:, None]
+        return conv_update(base, x, a.reshape(rank, *weight.shape[1:]), b, None, scale, geometry)
+    delta = (w1_a @ w1_b) * (w2_a @ w2_b) * scale
+    delta = delta if mask is None else delta * mask[:, None]
+    return base + F.conv2d(x, delta.reshape(weight.shape).to(x.dtype), None, *geometry)

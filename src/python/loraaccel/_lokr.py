@@ -1,0 +1,139 @@
+"""LoKr layers: x in blocks, multiplied by one factor of the Kronecker product after the other."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraaccel import _expand
+from loraaccel._checks import check_matrix, check_operands, number
+from loraaccel._conv2d import Pair
+from loraaccel.ops import lora_linear_adapters
+
+Factor: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+def lokr_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    w1: Factor,
+    w2: Factor,
+    scaling: float = 1.0,
+) -> Tensor:
+    """LoKr linear layer:  y = x Wᵀ + bias + scaling · x (w1 ⊗ w2)ᵀ, ⊗ the Kronecker product.
+
+    w1 [a, c] and w2 [b, d], each a tensor or a pair of low-rank factors ([a, R], [R, c]); weight [N, K] with N = a b
+    and K = c d. x is read as [..., c, d]: multiplied by w2 along d and by w1 along c, in the order that costs less;
+    w1 ⊗ w2 is never made. Types and errors as in `lora_linear`; y is rounded once more by the update.
+    Source: Edalati et al., "KronA", 2022; LyCORIS, Yeh et al., 2023.
+    """
+    op = "lokr_linear"
+    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    check_operands(op, operands | _named_factors(w1, w2), x)
+    (a, c), (b, d) = _factor_shape(op, "w1", w1), _factor_shape(op, "w2", w2)
+    check_matrix(op, "weight", weight, a * b, c * d)
+    scale = number(op, scaling)
+    base = lora_linear_adapters(x, weight, bias, (), (), [], [])
+    blocks = x.reshape(-1, c, d)
+    dtype = base.dtype
+    y = base.reshape(-1, a, b)
+    if _second_first(a, b, c, d, w2):
+        hidden = _apply(blocks, w2, dtype)  # [M, c, b]
+        y = _expand.expand_channels(y, hidden, _whole(w1), scale)
+    else:
+        hidden = torch.matmul(_whole(w1).to(dtype), blocks.to(dtype))  # [M, a, d]
+        if isinstance(w2, tuple):
+            hidden, w2 = F.linear(hidden, w2[1].to(dtype)), w2[0]
+        y = _expand.expand(y.flatten(0, 1), hidden.flatten(0, 1), w2, scale)
+    return y.reshape(base.shape)
+
+
+def lokr_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    w1: Factor,
+    w2: Factor,
+    scaling: float = 1.0,
+    stride: Pair = 1,
+    padding: Pair | str = 0,
+    dilation: Pair = 1,
+) -> Tensor:
+    """LoKr convolution:  y = conv(x, W + scaling · w1 ⊗ w2) + bias, w1 [a, c] and w2 [b, d, kh, kw].
+
+    weight [a b, c d, kh, kw]; w1 and w2 may be pairs of low-rank factors, ([a, R], [R, c]) and ([b, R], [R, d kh kw]).
+    The c blocks of channels are convolved with w2, and w1 mixes them. Errors as in `lora_conv2d`.
+    """
+    op = "lokr_conv2d"
+    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    check_operands(op, operands | _named_factors(w1, w2), x)
+    a, c = _factor_shape(op, "w1", w1)
+    kernel = weight.shape[2:]
+    scale = number(op, scaling)
+    up: Tensor | None = None
+    if isinstance(w2, tuple):
+        up, down = w2
+        if down.dim() == 2:
+            down = down.reshape(down.shape[0], -1, *kernel)
+    else:
+        down = w2
+    b = down.shape[0] if up is None else up.shape[0]
+    d = down.shape[1]
+    if tuple(weight.shape) != (a * b, c * d, *down.shape[2:]):
+        raise RuntimeError(
+            f"{op}: weight has shape {list(weight.shape)}, expected [{a * b}, {c * d}, "
+            f"{', '.join(str(s) for s in down.shape[2:])}] to go with w1 and w2"
+        )
+    geometry = stride, padding, dilation
+    base = F.conv2d(x, weight, bias, *geometry)
+    blocks = x.reshape(x.shape[0] * c, d, *x.shape[2:])
+    if not torch.is_autocast_enabled(x.device.type):
+        blocks = blocks.to(down.dtype)
+    hidden = F.conv2d(blocks, down, None, *geometry)
+    if up is not None:
+        hidden = F.conv2d(hidden, up[:, :, None, None])
+    samples, pixels = x.shape[0], base.shape[2:].numel()
+    y = _expand.expand_channels(
+        base.reshape(samples, a, b * pixels), hidden.reshape(samples, c, b * pixels), _whole(w1), scale
+    )
+    return y.reshape(base.shape)
+
+
+def _named_factors(w1: Factor, w2: Factor) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, w in (("w1", w1), ("w2", w2)):
+        if isinstance(w, tuple) and len(w) == 2:
+            named |= {f"{name}_a": w[0], f"{name}_b": w[1]}
+        else:
+            named[name] = w
+    return named
+
+
+def _factor_shape(op: str, name: str, w: Factor) -> tuple[int, int]:
+    if not isinstance(w, tuple):
+        check_matrix(op, name, w, None, None)
+        return w.shape[0], w.shape[1]
+    check_matrix(op, f"{name}_a", w[0], None, None)
+    check_matrix(op, f"{name}_b", w[1], w[0].shape[1], None)
+    return w[0].shape[0], w[1].shape[1]
+
+
+def _second_first(a: int, b: int, c: int, d: int, w2: Factor) -> bool:
+    """True where multiplying by w2 before w1 takes fewer multiplications for each row of x."""
+    w2_cost = b * d if not isinstance(w2, tuple) else w2[0].shape[1] * (b + d)
+    return c * w2_cost + a * b * c <= a * c * d + a * w2_cost
+
+
+def _whole(w: Factor) -> Tensor:
+    return w if not isinstance(w, tuple) else w[0] @ w[1]
+
+
+def _apply(t: Tensor, w: Factor, dtype: torch.dtype) -> Tensor:
+    """t wᵀ over the last dimension."""
+    if not isinstance(w, tuple):
+        return F.linear(t.to(dtype), w.to(dtype))
+    return F.linear(F.linear(t.to(dtype), w[1].to(dtype)), w[0].to(dtype))
