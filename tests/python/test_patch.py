@@ -102,30 +102,25 @@ def test_vt7_report(varied: peft.PeftModel) -> None:
     report = loraaccel.patch(varied)
     prefix = "base_model.model."
     assert {m.name: (m.kind, m.fused, m.reason) for m in report.modules} == {
-        prefix + "embed": ("Embedding", False, "unsupported_module"),
+        prefix + "embed": ("lora_embedding", True, ""),
         prefix + "plain": ("lora_linear", True, ""),
         prefix + "other": ("lora_linear", False, "dropout_class"),
         prefix + "replaced": ("lora_linear", False, "forward_replaced"),
-        prefix + "packed": ("lora_linear", False, "base_class"),
-        prefix + "conv": ("Conv2d", False, "unsupported_module"),
+        prefix + "packed": ("lora_linear", True, ""),
+        prefix + "conv": ("lora_conv2d", True, ""),
     }
     layers = lora_layers(varied)
     assert [m.name for m in report.modules] == list(layers)
     assert all(varied.get_submodule(m.name) is layers[m.name] for m in report.modules)
-    assert (report.num_fused, report.num_fallback) == (1, 5)
+    assert (report.num_fused, report.num_fallback) == (4, 2)
     assert report.num_fused + sum(report.reasons.values()) == len(layers) == 6
-    assert report.reasons == {
-        "unsupported_module": 2,
-        "dropout_class": 1,
-        "forward_replaced": 1,
-        "base_class": 1,
-    }
+    assert report.reasons == {"dropout_class": 1, "forward_replaced": 1}
     assert set(report.reasons) <= set(REASONS)
     assert json.loads(json.dumps(report.to_dict())) == {
-        "num_fused": 1, "num_fallback": 5, "reasons": report.reasons,
+        "num_fused": 4, "num_fallback": 2, "reasons": report.reasons,
         "modules": [{"name": m.name, "kind": m.kind, "fused": m.fused, "reason": m.reason} for m in report.modules],
     }  # fmt: skip
-    assert "1 of 6" in str(report)
+    assert "4 of 6" in str(report)
     assert all(reason in str(report) for reason in report.reasons)
 
 
@@ -136,7 +131,7 @@ def test_vt7_outputs_of_a_mixed_model_are_pefts(varied: peft.PeftModel) -> None:
     loraaccel.patch(varied)
     with counted() as calls:
         got = varied(ids)
-    assert calls == {"lora_linear": 3, "base_class": 1, "unsupported_module": 2}
+    assert calls == {"lora_linear": 3, "lora_delta": 1, "lora_embedding": 1, "lora_conv2d": 1}
     torch.testing.assert_close(got, own)
 
 
@@ -146,10 +141,14 @@ def test_vt7_dropout_does_not_keep_a_layer_from_being_fused() -> None:
 
 
 def test_strict_names_the_modules_and_changes_nothing(varied: peft.PeftModel) -> None:
+    base = varied.base_model.model
+    base.embed.lora_embedding_A["default"] = nn.Parameter(torch.ones(4, 10, dtype=torch.float64))
+    base.conv.merge()
+    base.packed.lora_dropout["default"] = nn.Hardtanh()
     before = snapshot(varied)
     with pytest.raises(RuntimeError) as error:
         loraaccel.patch(varied, strict=True)
-    for text in ("embed: unsupported_module", "packed: base_class", "conv: unsupported_module"):
+    for text in ("embed: dtype", "packed: dropout_class", "conv: merged"):
         assert text in str(error.value)
     assert "plain" not in str(error.value)
     assert same(before, snapshot(varied))
@@ -169,10 +168,18 @@ def test_model_without_lora() -> None:
 
 
 def test_kinds(varied: peft.PeftModel) -> None:
-    assert loraaccel.patch(varied, kinds=["lora_linear"]).num_fused == 3
+    report = loraaccel.patch(varied, kinds=["lora_linear"])
+    assert report.reasons == {"kind_excluded": 2}  # which form a linear layer takes is seen at the call
+    with counted() as calls:
+        varied(torch.tensor([[1, 2]]))
+    assert calls == {"lora_linear": 3, "kind_excluded": 3}
+    with counted() as calls:
+        loraaccel.patch(varied, kinds=["lora_conv2d", "lora_delta"])
+        varied(torch.tensor([[1, 2]]))
+    assert calls == {"lora_conv2d": 1, "lora_delta": 1, "kind_excluded": 4}
     loraaccel.unpatch(varied)
     report = loraaccel.patch(varied, kinds=())
-    assert report.reasons == {"kind_excluded": 4, "unsupported_module": 2}
+    assert report.reasons == {"kind_excluded": 6}
     with counted() as calls:
         varied(torch.tensor([[1, 2]]))
     assert calls == report.reasons

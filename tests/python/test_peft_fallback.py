@@ -106,23 +106,14 @@ def merged(layer: nn.Module) -> None:
 
 # name: what builds the layer, its reason
 STATES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "DoRA": (with_change(lambda _: None, use_dora=True), "variant"),
-    "LoRA bias": (with_change(lambda _: None, lora_bias=True), "lora_bias"),
-    "Embedding": (lambda: single(lambda: nn.Embedding(8, 6)), "unsupported_module"),
-    "Conv2d": (lambda: single(lambda: nn.Conv2d(3, 4, 3)), "unsupported_module"),
-    "Conv1D": (lambda: single(conv1d, fan_in_fan_out=True), "base_class"),
-    "VT6 packed": (lambda: single(PackedLinear), "base_class"),
-    "parametrised base": (
-        with_change(lambda m: parametrize.register_parametrization(m.base_layer, "weight", Doubled())),
-        "base_class",
-    ),
+    "Conv1d": (lambda: single(lambda: nn.Conv1d(3, 4, 3)), "unsupported_module"),
+    "DoRA convolution": (lambda: single(lambda: nn.Conv2d(3, 4, 3), use_dora=True), "variant"),
+    "biased convolution": (lambda: single(lambda: nn.Conv2d(3, 4, 3), lora_bias=True), "lora_bias"),
+    "DoRA embedding": (lambda: single(lambda: nn.Embedding(8, 6), use_dora=True), "variant"),
+    "DoRA of a foreign layer": (lambda: single(lambda: TanhLinear(8, 6), use_dora=True), "variant"),
     "parametrised A": (
         with_change(lambda m: parametrize.register_parametrization(m.lora_A["default"], "weight", Doubled())),
         "adapter_class",
-    ),
-    "base forward replaced": (
-        with_change(lambda m: setattr(m.base_layer, "forward", lambda x: x[..., :6] * 3)),
-        "base_class",
     ),
     "A forward replaced": (
         with_change(lambda m: setattr(m.lora_A["default"], "forward", lambda x: x[..., :4])),
@@ -161,14 +152,18 @@ STATES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "float64 adapter": (with_change(lambda m: m.lora_B.double() and m.lora_A.double()), "dtype"),
     "float64 base": (with_change(lambda m: m.base_layer.double()), "dtype"),
 }
-KINDS = {"Embedding": "Embedding", "Conv2d": "Conv2d"}  # of all others: lora_linear
+KINDS = {
+    "Conv1d": "Conv1d", "DoRA convolution": "lora_conv2d", "biased convolution": "lora_conv2d",
+    "DoRA embedding": "lora_embedding",
+}  # fmt: skip  # of all others: lora_linear
 
 
 def input_of(layer: nn.Module) -> Tensor:
     if type(layer).__name__ == "Embedding":
         return torch.tensor([[1, 2, 1]])
     dtype = layer.base_layer.weight.dtype if layer.base_layer.weight.is_floating_point() else torch.float32
-    return normal(2, 3, 7, 7) if type(layer).__name__ == "Conv2d" else normal(5, 8).to(dtype)
+    shapes = {"Conv1d": (2, 3, 7), "Conv2d": (2, 3, 7, 7)}
+    return normal(*shapes.get(type(layer).__name__, (5, 8))).to(dtype)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -202,8 +197,8 @@ def test_switching_to_a_state_and_back(changes: dict[str, Any]) -> None:
     loraaccel.patch(model)
     add_adapter(model, "b", **changes)
     layer, x = the_layer(model), normal(5, 8)
-    reason = "variant" if "use_dora" in changes else "lora_bias"
-    for active, expected in (("b", reason), ("default", "lora_linear"), (["default", "b"], reason)):
+    alone, both = ("dora_linear", "variant") if "use_dora" in changes else ("lora_linear", "lora_linear")
+    for active, expected in (("b", alone), ("default", "lora_linear"), (["default", "b"], both)):
         layer.set_adapter(active)
         with counted() as calls:
             got = layer(x)
@@ -252,7 +247,7 @@ def check_call(layer: nn.Module, call: Callable[[Callable[..., Any]], Any], reas
 
 
 CALLS: dict[str, tuple[Callable[[Callable[..., Any]], Any], str]] = {
-    "adapter_names": (lambda f: f(normal(2, 8), adapter_names=["default", "__base__"]), "extra_arguments"),
+    "another argument": (lambda f: f(normal(2, 8), alora_offsets=None), "extra_arguments"),
     "subclass": (lambda f: f(normal(5, 8).as_subclass(Marked)), "tensor_subclass"),
     "grad": (lambda f: torch.func.grad(lambda x: f(x).square().sum())(normal(5, 8)), "transform"),
     "vmap": (lambda f: torch.func.vmap(f)(normal(3, 5, 8)), "transform"),

@@ -366,7 +366,7 @@ def test_mixed_batch() -> None:
     names = ["b", "__base__", "default", "b", "__base__"]
     with counted() as calls:
         got = model(x, adapter_names=names)
-    assert calls == {"extra_arguments": 1}
+    assert calls == {"lora_linear_batched": 1}
     for i, name in enumerate(names):
         if name == "__base__":
             expected = layer.base_layer(x[i])

@@ -274,7 +274,9 @@ def _backward_fake(
     if output_mask[1]:
         outputs.append(torch.empty_like(weight, memory_format=dense))
     if output_mask[2]:
-        sums = torch.float64 if x.dtype == torch.float64 else torch.float32  # the bias may be float32 beside 16 bit
+        sums = (
+            torch.float64 if x.dtype == torch.float64 else torch.float32
+        )  # the bias may be float32 beside 16 bit
         outputs.append(weight.new_empty(weight.shape[0], dtype=sums))
     for i, (a, b) in enumerate(zip(lora_A, lora_B, strict=True)):
         if output_mask[3 + 2 * i]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from loraaccel import _autograd, _state
+from loraaccel import _autograd, _packing, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import check_operands, check_probabilities, in_force, number
 from loraaccel.ops import lora_linear_adapters
@@ -20,7 +20,7 @@ gain_op = torch.ops.loraaccel.column_gain.default
 gain_backward_op = torch.ops.loraaccel.column_gain_backward.default
 
 # Norms of frozen layers in evaluation: (versions of the tensors, scalings, norms), by A of the first adapter.
-_kept: weakref.WeakKeyDictionary[Tensor, tuple[Any, Tensor]] = weakref.WeakKeyDictionary()
+_kept = WeakTensorKeyDictionary()
 
 
 def dora_linear(
@@ -38,9 +38,9 @@ def dora_linear(
     """DoRA linear layer:  y = (m / c) ∘ (x Wᵀ + scaling · x Aᵀ Bᵀ) + bias,  c = ‖W + scaling · B A‖ of each row.
 
     magnitude m [N]; the rest as of `lora_linear`. c is a constant to autograd, as in PEFT: gradients reach x, W, A, B,
-    m and bias. It is computed in the type of the sums, without a matrix of W's size, and kept between calls without
-    gradients. With ``input_dropout`` in training, D(x) takes x's place in the update, (m / c - 1) ∘ (D(x) Wᵀ) +
-    (m / c) ∘ scaling · D(x) Aᵀ Bᵀ, beside x Wᵀ + bias: a second product with W, as PEFT's.
+    m and bias. It is computed in the type of the sums, without a matrix of W's size; kept between calls without
+    gradients where `set_packing` says "always". With ``input_dropout`` in training, D(x) takes x's place in the update,
+    (m / c - 1) ∘ (D(x) Wᵀ) + (m / c) ∘ scaling · D(x) Aᵀ Bᵀ, beside x Wᵀ + bias: a second product with W, as PEFT's.
     Types, autocast and errors as in `lora_linear`.
     Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
     """
@@ -60,17 +60,25 @@ def dora_linear(
 
 
 def weight_norms(
-    weight: Tensor | None, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], scalings: Sequence[float]
+    weight: Tensor | None,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    scalings: Sequence[float],
+    keep: bool = False,
 ) -> Tensor:
     """Norms of the rows of W + Σ sᵢ Bᵢ Aᵢ (without a weight: of the sum alone), [N], in the type of the sums. A
-    constant to autograd. Kept between calls without gradients, until one of the tensors changes."""
+    constant to autograd. `keep`: from one call without gradients to the next, until a tensor or its version changes (a
+    change through .data does not show)."""
     if torch.compiler.is_compiling():
-        return norms_op(weight, list(lora_a), list(lora_b), list(scalings))
+        fixed = [t.detach() for t in (*lora_a, *lora_b)]
+        n = len(lora_a)
+        w = None if weight is None else weight.detach()
+        return norms_op(w, fixed[:n], fixed[n:], list(scalings))
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _norms(weight, lora_a, lora_b, scalings)
     tensors = [t for t in (weight, *lora_a, *lora_b) if t is not None]
-    if any(t.is_inference() for t in tensors) or torch._C._len_torch_dispatch_stack() > 0:
+    if not keep or any(t.is_inference() for t in tensors) or torch._C._len_torch_dispatch_stack() > 0:
         return _norms(weight, lora_a, lora_b, scalings)
     key = [(t.data_ptr(), t._version, t.shape, t.dtype) for t in tensors], list(scalings)
     known = _kept.get(lora_a[0])
@@ -110,9 +118,11 @@ def dora(
     magnitude: Tensor,
     scaling: float,
     dropout: float,
+    keep_norms: bool = False,
 ) -> Tensor:
     """`dropout` is in force: 0 outside training."""
-    norms = weight_norms(weight, [lora_a], [lora_b], [scaling])
+    keep_norms = keep_norms or _packing.policy == "always"
+    norms = weight_norms(weight, [lora_a], [lora_b], [scaling], keep_norms)
     gain = magnitude / norms
     if dropout == 0.0:
         z = lora_linear_adapters(x, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
@@ -170,4 +180,16 @@ def _backward(ctx: Any, grad: Tensor | None) -> Any:
 
 torch.library.register_autograd("loraaccel::column_gain", _backward, setup_context=_setup_context)
 torch.library.register_autograd("loraaccel::column_gain_backward", _autograd._backward_of_backward)
-torch.library.register_autograd("loraaccel::weight_norms", lambda ctx, grad: (None, None, None, None))
+
+
+def _norms_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.mark_non_differentiable(output)
+    ctx.adapters = len(inputs[1])
+
+
+def _norms_backward(ctx: Any, grad: Tensor | None) -> Any:
+    none = [None] * ctx.adapters
+    return None, none, none, _autograd.no_gradient(none)
+
+
+torch.library.register_autograd("loraaccel::weight_norms", _norms_backward, setup_context=_norms_setup)

@@ -129,7 +129,11 @@ def _second_first(a: int, b: int, c: int, d: int, w2: Factor) -> bool:
 
 
 def _whole(w: Factor) -> Tensor:
-    return w if not isinstance(w, tuple) else w[0] @ w[1]
+    """The factor as one matrix; of two in 16 bit in float32, so that neither it nor its gradient is rounded between."""
+    if not isinstance(w, tuple):
+        return w
+    a, b = (t if t.dtype == torch.float64 else t.float() for t in w)
+    return a @ b
 
 
 def _apply(t: Tensor, w: Factor, dtype: torch.dtype) -> Tensor:

@@ -111,7 +111,8 @@ def patch(
         state = patched.state_of(module)
         if state is None or state.reason != never or state.kinds != (None if kinds is None else wanted):
             limits = None if kinds is None else wanted
-            state = patched.PatchState(entry.name, never, verify, entry.kind, limits)
+            plain = entry.kind == "lora_linear" and "lora_linear" in wanted
+            state = patched.PatchState(entry.name, never, verify, limits, plain)
             patched.install(module, state)
         elif verify:
             state.verify = verify

@@ -34,8 +34,8 @@ class PatchState:
     name: str  # in the model that was patched
     reason: str  # why it is never fused: excluded, unsupported, rolled back; empty where each call decides
     verify: int  # calls that are still to be compared
-    kind: str = "lora_linear"  # of the module
     kinds: frozenset[str] | None = None  # operators that may be used; None: all
+    plain: bool = True  # a linear layer for which "lora_linear" may be used
     looks: int = 8  # times that it will still look for a re-entrant checkpoint around it
 
 
@@ -95,7 +95,7 @@ def _make_class(base: type) -> type:
         compiling = torch.compiler.is_compiling()
         reason = state.reason
         if not reason:
-            plain = state.kind == "lora_linear" and len(args) == 1 and not kwargs
+            plain = state.plain and len(args) == 1 and not kwargs
             call = peft.fused_call(self, args[0], compiling) if plain else ""
             if isinstance(call, tuple):
                 if compiling:

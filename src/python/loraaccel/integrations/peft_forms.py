@@ -28,6 +28,7 @@ _FOREIGN = {
     ("aqlm", "AqlmLoraLinear"), ("hqq", "HqqLoraLinear"), ("eetq", "EetqLoraLinear"), ("inc", "IncLoraLinear"),
     ("torchao", "TorchaoLoraLinear"),
 }  # fmt: skip
+_FORWARDS: dict[Any, Any] = {nn.Linear: peft._linear_forward, nn.Conv2d: nn.Conv2d.forward}
 # Reasons of `peft.fused_call` after which another form may serve.
 SECOND_LOOK = frozenset({"variant", "lora_bias", "base_class", "hooks", "scaling_type"})
 
@@ -129,8 +130,10 @@ def _why_not_now(module: Any) -> str:
     return "merged" if module.merged else ""
 
 
-def _active(module: Any, names: Sequence[str], wanted: type, compiling: bool) -> list[Adapter] | str:
+def _active(module: Any, names: Sequence[str], wanted: Any, compiling: bool) -> list[Adapter] | str:
     """The adapters among `names` that this layer has; `wanted` is the class of A and B."""
+    if wanted.forward is not _FORWARDS[wanted]:
+        return "adapter_class"  # replaced for everybody
     a_modules, b_modules = module.lora_A, module.lora_B
     found: list[Adapter] = []
     for name in names:
@@ -234,8 +237,11 @@ def _linear_form(module: Any, adapters: Sequence[Adapter], foreign: bool) -> str
     variants = [_variant(module, ad.name) for ad in adapters]
     biased = any(ad.b.bias is not None for ad in adapters)
     if any(ad.a.bias is not None for ad in adapters):
-        return "adapter_class"
-    own = None if foreign else _own_weight(_base_of(module))
+        return "lora_bias"
+    base = _base_of(module)
+    if type(base).__name__ == "NonDynamicallyQuantizableLinear":
+        return "base_class"  # attention reads its weight: this module's forward never runs
+    own = None if foreign else _own_weight(base)
     if any(v is not None for v in variants):
         dora = (
             len(adapters) == 1
@@ -277,7 +283,9 @@ def _linear(
         magnitude = module.lora_magnitude_vector[ad.name].weight
         if type(magnitude) not in peft._PLAIN and not compiling:
             return "tensor_subclass"
-        args = (x, weight, bias, ad.a.weight, ad.b.weight, magnitude, float(ad.scaling), ad.p)
+        # PEFT's own switch (peft.helpers.DoraCaching) for keeping the norms in evaluation.
+        keep = not module.training and sys.modules["peft.tuners.lora.dora"].ENABLE_DORA_CACHING
+        args = (x, weight, bias, ad.a.weight, ad.b.weight, magnitude, float(ad.scaling), ad.p, keep)
         return Form(kind, lambda: _dora.dora(*args), active, _dtypes(adapters))
     factors = [_factors(ad) for ad in adapters]
     bias = _with_adapter_biases(weight, bias, adapters)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 REASONS: dict[str, str] = {
     # of the module or its state
-    "unsupported_module": "no operator stands for this class (convolution, embedding, attention, ...)",
+    "unsupported_module": "no operator stands for this class (attention, 1-D and 3-D convolution, ...)",
     "kind_excluded": "patch(kinds=...) leaves this operator out",
     "forward_replaced": "something else has already replaced the module's forward",
-    "base_class": "the frozen layer is not exactly torch.nn.Linear (quantised, Conv1D, another adapter, parametrised)",
-    "adapter_class": "lora_A or lora_B is not exactly torch.nn.Linear",
-    "variant": "a LoRA variant (DoRA, aLoRA, ...) computes the active adapter",
-    "lora_bias": "lora_B has a bias",
+    "base_class": "the frozen layer is of a class for which this call has no form (mixed batches, scaled embeddings)",
+    "adapter_class": "lora_A or lora_B is not exactly torch.nn.Linear (torch.nn.Conv2d), or its forward was replaced",
+    "variant": "a LoRA variant other than DoRA on a linear layer (aLoRA, ...), or several, compute the adapters",
+    "lora_bias": "lora_A has a bias, or lora_B where the form has none (convolution, foreign frozen layer)",
     "dropout_class": "the dropout is neither torch.nn.Dropout nor torch.nn.Identity",
-    "hooks": "the layer, the frozen layer or an adapter has hooks, or there are global ones",
+    "hooks": "an adapter has hooks, or there are global ones",
     "merged": "the adapter is merged into the frozen layer",
     "disabled": "the adapters are disabled",
     "no_active_adapter": "none of the active adapters is on this layer",
@@ -20,7 +20,7 @@ REASONS: dict[str, str] = {
     "scaling_type": "the scaling is not a finite number",
     # of the call
     "switched_off": "LORAACCEL=0, or inside loraaccel.disabled()",
-    "extra_arguments": "the call has more arguments than x (mixed batches, for one)",
+    "extra_arguments": "the call has more arguments than x, or other ones than adapter_names",
     "tensor_subclass": "x or a weight is not a plain, dense tensor",
     "dtype": "a combination of dtypes that the operator does not take, or that the layer itself refuses",
     "device": "x or a weight is not on the CPU",
