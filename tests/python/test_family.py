@@ -22,8 +22,10 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, delta: Tensor) -> Tensor:
 
 
 def dora(x: Tensor, w: Tensor, b: Tensor | None, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
-    norm = (w + 1.7 * B @ A).norm(dim=1).detach()
-    return (m / norm) * F.linear(x, w + 1.7 * B @ A) + (0 if b is None else b)
+    """As PEFT computes it."""
+    gain = m / (w + 1.7 * B @ A).norm(dim=1).detach()
+    base, product = F.linear(x, w, b), F.linear(x, w)
+    return base + (gain - 1) * product + gain * 1.7 * F.linear(F.linear(x, A), B)
 
 
 def conv(x: Tensor, w: Tensor, b: Tensor | None, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
@@ -363,8 +365,9 @@ def test_opcheck_of_the_backward_operators() -> None:
                 ops.lora_delta_backward.default,
                 (base.clone(), x.clone(), [a.clone()], [b.clone()], hidden, [1.5], [0.0], None, mask),
             )  # fmt: skip
+            gain, bias = leaf(6).detach(), leaf(6).detach() * 2
             torch.library.opcheck(
-                ops.column_gain_backward.default, (base.clone(), base * 2, leaf(6).detach(), mask)
+                ops.column_gain_backward.default, (base.clone(), base * 2, gain, bias, mask)
             )
         for mask in ([True, True], [False, True]):
             torch.library.opcheck(

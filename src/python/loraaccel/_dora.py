@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from loraaccel import _autograd, _packing, _state
+from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import check_operands, check_probabilities, in_force, number
 from loraaccel.ops import lora_linear_adapters
@@ -19,8 +17,7 @@ norms_op = torch.ops.loraaccel.weight_norms.default
 gain_op = torch.ops.loraaccel.column_gain.default
 gain_backward_op = torch.ops.loraaccel.column_gain_backward.default
 
-# Norms of frozen layers in evaluation: (versions of the tensors, scalings, norms), by A of the first adapter.
-_kept = WeakTensorKeyDictionary()
+_BLOCK = 256  # rows of the weight
 
 
 def dora_linear(
@@ -34,12 +31,13 @@ def dora_linear(
     *,
     input_dropout: float = 0.0,
     training: bool = True,
+    weight_norm: Tensor | None = None,
 ) -> Tensor:
     """DoRA linear layer:  y = (m / c) ∘ (x Wᵀ + scaling · x Aᵀ Bᵀ) + bias,  c = ‖W + scaling · B A‖ of each row.
 
     magnitude m [N]; the rest as of `lora_linear`. c is a constant to autograd, as in PEFT: gradients reach x, W, A, B,
-    m and bias. It is computed in the type of the sums, without a matrix of W's size; kept between calls without
-    gradients where `set_packing` says "always". With ``input_dropout`` in training, D(x) takes x's place in the update,
+    m and bias. It is computed by torch's norm, without a matrix of W's size, and rounded to A's dtype; ``weight_norm``
+    [N] is used instead where it is given. With ``input_dropout`` in training, D(x) takes x's place in the update,
     (m / c - 1) ∘ (D(x) Wᵀ) + (m / c) ∘ scaling · D(x) Aᵀ Bᵀ, beside x Wᵀ + bias: a second product with W, as PEFT's.
     Types, autocast and errors as in `lora_linear`.
     Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
@@ -56,53 +54,28 @@ def dora_linear(
         )
     (p,) = in_force(training, input_dropout)
     check_probabilities(op, input_dropout=p)
-    return dora(x, weight, bias, lora_A, lora_B, magnitude, number(op, scaling), p)
+    return dora(x, weight, bias, lora_A, lora_B, magnitude, number(op, scaling), p, weight_norm)
 
 
-def weight_norms(
-    weight: Tensor | None,
-    lora_a: Sequence[Tensor],
-    lora_b: Sequence[Tensor],
-    scalings: Sequence[float],
-    keep: bool = False,
-) -> Tensor:
-    """Norms of the rows of W + Σ sᵢ Bᵢ Aᵢ (without a weight: of the sum alone), [N], in the type of the sums. A
-    constant to autograd. `keep`: from one call without gradients to the next, until a tensor or its version changes (a
-    change through .data does not show)."""
-    if torch.compiler.is_compiling():
-        fixed = [t.detach() for t in (*lora_a, *lora_b)]
-        n = len(lora_a)
-        w = None if weight is None else weight.detach()
-        return norms_op(w, fixed[:n], fixed[n:], list(scalings))
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _norms(weight, lora_a, lora_b, scalings)
-    tensors = [t for t in (weight, *lora_a, *lora_b) if t is not None]
-    if not keep or any(t.is_inference() for t in tensors) or torch._C._len_torch_dispatch_stack() > 0:
-        return _norms(weight, lora_a, lora_b, scalings)
-    key = [(t.data_ptr(), t._version, t.shape, t.dtype) for t in tensors], list(scalings)
-    known = _kept.get(lora_a[0])
-    if known is None or known[0] != key:
-        known = _kept[lora_a[0]] = key, _norms(weight, lora_a, lora_b, scalings)
-    return known[1]
+def adapted_norms(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """Norms of the rows of W + scaling · B A, [N], in A's dtype: a constant to autograd.
 
-
-def _norms(
-    weight: Tensor | None, lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], scalings: Sequence[float]
-) -> Tensor:
-    if _state.off():
-        total = sum((s * (b @ a) for a, b, s in zip(lora_a, lora_b, scalings, strict=True)), torch.zeros(()))
-        sums = torch.float64 if lora_a[0].dtype == torch.float64 else torch.float32
-        return torch.linalg.norm((total if weight is None else weight + total).to(sums), dim=1)
-    with _below_autograd():
-        return norms_op(weight, list(lora_a), list(lora_b), list(scalings))
+    By torch's own norm, on blocks of rows that stay in the caches: a magnitude that torch made from the same weight (as
+    PEFT does) then equals the norm, bit for bit, as long as B is zero.
+    """
+    with torch.no_grad():
+        sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        a, b = lora_a.to(sums), lora_b.to(sums)
+        norms = []
+        for rows, up in zip(weight.split(_BLOCK), b.split(_BLOCK), strict=True):
+            norms.append(torch.linalg.norm(torch.addmm(rows.to(sums), up, a, alpha=scaling), dim=1))
+        return (torch.cat(norms) if norms else weight.new_empty(0, dtype=sums)).to(lora_a.dtype)
 
 
 def column_gain(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """gain ∘ z + bias over the last dimension, in z's dtype."""
+    """z + (gain - 1) ∘ (z - bias) over the last dimension, in z's dtype."""
     if _state.off():
-        y = z * gain
-        return (y if bias is None else y + bias).to(z.dtype)
+        return (z + (gain - 1) * (z if bias is None else z - bias)).to(z.dtype)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gain_op(z, gain, bias)
     with _below_autograd():
@@ -118,14 +91,15 @@ def dora(
     magnitude: Tensor,
     scaling: float,
     dropout: float,
-    keep_norms: bool = False,
+    norms: Tensor | None = None,
 ) -> Tensor:
-    """`dropout` is in force: 0 outside training."""
-    keep_norms = keep_norms or _packing.policy == "always"
-    norms = weight_norms(weight, [lora_a], [lora_b], [scaling], keep_norms)
-    gain = magnitude / norms
+    """`dropout` is in force: 0 outside training. norms: where the caller keeps them."""
+    if norms is None:
+        norms = adapted_norms(weight, lora_a, lora_b, scaling)
+    sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    gain = magnitude.to(sums) / norms.to(sums)
     if dropout == 0.0:
-        z = lora_linear_adapters(x, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
+        z = lora_linear_adapters(x, weight, bias, (lora_a,), (lora_b,), [scaling], [0.0])
         return column_gain(z, gain, None if bias is None else bias.to(z.dtype))
     # x Wᵀ + bias + (gain - 1) ∘ (D(x) Wᵀ) + gain ∘ s D(x) Aᵀ Bᵀ, with the first and third part of W in one product.
     dropped = F.dropout(x, dropout)
@@ -154,7 +128,9 @@ def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.library.register_fake("loraaccel::column_gain_backward")
-def _gain_backward_fake(grad: Tensor, z: Tensor, gain: Tensor, output_mask: list[bool]) -> list[Tensor]:
+def _gain_backward_fake(
+    grad: Tensor, z: Tensor, gain: Tensor, bias: Tensor | None, output_mask: list[bool]
+) -> list[Tensor]:
     outputs = [torch.empty_like(z, memory_format=torch.contiguous_format)] if output_mask[0] else []
     if output_mask[1]:
         outputs.append(torch.empty_like(gain, memory_format=torch.contiguous_format))
@@ -165,7 +141,7 @@ def _gain_backward_fake(grad: Tensor, z: Tensor, gain: Tensor, output_mask: list
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     z, gain, bias = inputs
-    ctx.save_for_backward(z, gain)
+    ctx.save_for_backward(z, gain, bias)
     ctx.set_materialize_grads(False)
     ctx.mask = [z.requires_grad, gain.requires_grad, bias is not None and bias.requires_grad]
 
@@ -173,8 +149,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor | None) -> Any:
     if grad is None:
         return None, None, None
-    z, gain = ctx.saved_tensors
-    wanted = iter(gain_backward_op(grad, z, gain, ctx.mask))
+    z, gain, bias = ctx.saved_tensors
+    wanted = iter(gain_backward_op(grad, z, gain, bias, ctx.mask))
     return tuple(next(wanted) if m else None for m in ctx.mask)
 
 

@@ -46,7 +46,8 @@ def loha_linear(
     rows = x.numel() // max(k, 1)
     rank = w1_a.shape[1] * w2_a.shape[1]
     mask = None if p == 0.0 else rank_mask(w1_a.new_empty(n), p)
-    if _factors_pay(rows, n, k, rank, w1_a.shape[1] + w2_a.shape[1], _records(x, w1_a, w1_b, w2_a, w2_b)):
+    added = _records(x, w1_a, w1_b, w2_a, w2_b) or _sixteen_bit(x, weight)
+    if _factors_pay(rows, n, k, rank, w1_a.shape[1] + w2_a.shape[1], added):
         a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
         b = b if mask is None else b * mask[:, None]
         return lora_linear_adapters(x, weight, bias, (a,), (b,), [scale], [0.0])
@@ -70,12 +71,17 @@ def _check_hadamard(op: str, factors: Sequence[Tensor], n: int, k: int) -> None:
         check_matrix(op, f"{name}_b", b, a.shape[1], k)
 
 
-def _factors_pay(rows: int, n: int, k: int, rank: int, factors: int, training: bool) -> bool:
-    """Multiplications of the factored form against those of making ΔW [N, K] from `factors` ranks and using it."""
-    passes = 3 if training else 1
+def _factors_pay(rows: int, n: int, k: int, rank: int, factors: int, added: bool) -> bool:
+    """Multiplications of the factored form against those of making ΔW [N, K] from `factors` ranks. `added`: another
+    product with a matrix of that size comes with it, of its gradient or of an update that cannot be added to W."""
+    passes = 3 if added else 1
     factored = passes * rows * rank * (n + k)
-    made = passes * n * k * factors + (rows * n * k if training else 0)
+    made = passes * n * k * factors + (rows * n * k if added else 0)
     return factored <= made
+
+
+def _sixteen_bit(x: Tensor, weight: Tensor) -> bool:
+    return weight.dtype.itemsize == 2 or torch.is_autocast_enabled(x.device.type)
 
 
 def _records(*tensors: Tensor) -> bool:
@@ -84,7 +90,7 @@ def _records(*tensors: Tensor) -> bool:
 
 def _with_delta(x: Tensor, weight: Tensor, bias: Tensor | None, delta: Tensor) -> Tensor:
     """x (W + ΔW)ᵀ + bias. In 16 bit the sum would lose ΔW below W's last bit: there the products are added."""
-    if weight.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type):
+    if not _sixteen_bit(x, weight):
         return lora_linear_adapters(x, weight + delta.to(weight.dtype), bias, (), (), [], [])
     base = lora_linear_adapters(x, weight, bias, (), (), [], [])
     return base + F.linear(x.to(base.dtype), delta.to(base.dtype))

@@ -166,6 +166,7 @@ Status check_gain_backward(const ExecContext& ctx, const ColumnGainBackwardArgs&
   const int64_t cols = args.z.cols();
   LORAACCEL_RETURN_IF_ERROR(check.matrix("grad", args.dy, rows, cols, "M, N"));
   LORAACCEL_RETURN_IF_ERROR(check.dtype("grad", args.dy, args.z.dtype, "z"));
+  if (args.bias.defined()) LORAACCEL_RETURN_IF_ERROR(check.vector("bias", args.bias, cols, "N"));
   if (args.dz.defined()) {
     LORAACCEL_RETURN_IF_ERROR(check.matrix("grad_z", args.dz, rows, cols, "M, N"));
     LORAACCEL_RETURN_IF_ERROR(check.dtype("grad_z", args.dz, args.z.dtype, "z"));
@@ -199,7 +200,8 @@ Status gain_forward_ref(const ExecContext& ctx, const ColumnGainArgs& args) {
   parallel_for(ctx, args.z.rows(), [&](int64_t m) {
     for (int64_t n = 0; n < args.z.cols(); ++n) {
       const double bias = args.bias.defined() ? read_vector(args.bias, n) : 0;
-      plain_write(args.y, m, n, read_vector(args.gain, n) * plain_read(args.z, m, n) + bias);
+      const double z = plain_read(args.z, m, n);
+      plain_write(args.y, m, n, z + (read_vector(args.gain, n) - 1) * (z - bias));
     }
   });
   return Status();
@@ -208,25 +210,28 @@ Status gain_forward_ref(const ExecContext& ctx, const ColumnGainArgs& args) {
 Status gain_backward_ref(const ExecContext& ctx, const ColumnGainBackwardArgs& args) {
   parallel_for(ctx, args.z.cols(), [&](int64_t n) {
     const double gain = read_vector(args.gain, n);
+    const double bias = args.bias.defined() ? read_vector(args.bias, n) : 0;
     double dgain = 0;
     double dbias = 0;
     for (int64_t m = 0; m < args.z.rows(); ++m) {
       const double dy = plain_read(args.dy, m, n);
-      if (args.dgain.defined()) dgain += dy * plain_read(args.z, m, n);
+      if (args.dgain.defined()) dgain += dy * (plain_read(args.z, m, n) - bias);
       dbias += dy;
       if (args.dz.defined()) plain_write(args.dz, m, n, gain * dy);
     }
     if (args.dgain.defined()) write_vector(args.dgain, n, dgain);
-    if (args.dbias.defined()) write_vector(args.dbias, n, dbias);
+    if (args.dbias.defined()) write_vector(args.dbias, n, (1 - gain) * dbias);
   });
   return Status();
 }
 
-Status float_vector(const ExecContext& ctx, const char* op, const TensorView& v,
-                    Scratch<float>* out) {
+// offset + scale v, as floats; nothing where v is undefined.
+Status float_vector(const ExecContext& ctx, const char* op, const TensorView& v, double scale,
+                    double offset, Scratch<float>* out) {
   if (!v.defined()) return Status();
   if (!out->allocate(ctx, v.rows())) return out_of_memory(op);
-  for (int64_t n = 0; n < v.rows(); ++n) out->data()[n] = static_cast<float>(read_vector(v, n));
+  for (int64_t n = 0; n < v.rows(); ++n)
+    out->data()[n] = static_cast<float>(offset + scale * read_vector(v, n));
   return Status();
 }
 
@@ -237,14 +242,14 @@ void* at(const TensorView& v, int64_t row, int64_t col) {
 
 Status gain_forward_own(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                         const ColumnGainArgs& args) {
-  Scratch<float> gain, bias;
+  Scratch<float> more, offset;
   Scratch<char> z_copy;
   AnyRows z;
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, &gain));
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, &bias));
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, 1, -1, &more));
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, -1, 0, &offset));
   LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.z, &z_copy, &z));
   parallel_for(ctx, args.z.rows(), [&](int64_t m) {
-    simd.gain(z.dtype, z.at(m), gain.data(), bias.data(), at(args.y, m, 0), args.z.cols());
+    simd.gain(z.dtype, z.at(m), more.data(), offset.data(), at(args.y, m, 0), args.z.cols());
   });
   return Status();
 }
@@ -255,10 +260,12 @@ Status gain_backward_own(const LoraSimd& simd, const ExecContext& ctx, const cha
   constexpr int64_t kBlock = 128;  // rows of a block of a sum
   const int64_t rows = args.z.rows();
   const int64_t cols = args.z.cols();
-  Scratch<float> gain;
+  Scratch<float> more, bias;
   Scratch<char> z_copy, dy_copy;
   AnyRows z, dy;
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, &gain));
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, 1, -1, &more));
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, 1, 0, &bias));
+  const bool sums_grad = args.dbias.defined() || bias.data() != nullptr;
   LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.dy, &dy_copy, &dy));
   if (args.dgain.defined()) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.z, &z_copy, &z));
   parallel_for(ctx, ceil_div(cols, kColumns), [&](int64_t task) {
@@ -271,12 +278,11 @@ Status gain_backward_own(const LoraSimd& simd, const ExecContext& ctx, const cha
       float biases[kColumns] = {};
       for (int64_t m = row; m < std::min(rows, row + kBlock); ++m) {
         if (args.dz.defined())
-          simd.gain(dy.dtype, dy.at(m, col), gain.data() + col, nullptr, at(args.dz, m, col),
+          simd.gain(dy.dtype, dy.at(m, col), more.data() + col, nullptr, at(args.dz, m, col),
                     count);
         if (args.dgain.defined())
           simd.multiply_sums(dy.dtype, dy.at(m, col), z.at(m, col), gains, count);
-        if (args.dbias.defined())
-          simd.multiply_sums(dy.dtype, dy.at(m, col), nullptr, biases, count);
+        if (sums_grad) simd.multiply_sums(dy.dtype, dy.at(m, col), nullptr, biases, count);
       }
       for (int64_t n = 0; n < count; ++n) {
         dgain[n] += static_cast<double>(gains[n]);
@@ -284,8 +290,10 @@ Status gain_backward_own(const LoraSimd& simd, const ExecContext& ctx, const cha
       }
     }
     for (int64_t n = 0; n < count; ++n) {
-      if (args.dgain.defined()) write_vector(args.dgain, col + n, dgain[n]);
-      if (args.dbias.defined()) write_vector(args.dbias, col + n, dbias[n]);
+      const double b = bias.data() == nullptr ? 0 : static_cast<double>(bias.data()[col + n]);
+      if (args.dgain.defined()) write_vector(args.dgain, col + n, dgain[n] - b * dbias[n]);
+      if (args.dbias.defined())
+        write_vector(args.dbias, col + n, -static_cast<double>(more.data()[col + n]) * dbias[n]);
     }
   });
   return Status();

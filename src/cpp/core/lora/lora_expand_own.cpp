@@ -155,30 +155,191 @@ Status backward_by_rows(const LoraSimd& simd, const ExecContext& ctx, const char
   return Status();
 }
 
-// G of one pair stored by columns, G^T by rows:  dh^T = s B^T G^T,  sums [N][R] += G^T h.
-Status backward_by_columns(const LoraSimd& simd, const ExecContext& ctx, const char* op,
-                           const LoraExpandBackwardArgs& args, size_t i, float* sums, bool add) {
+// Pairs stored by columns (G^T, y^T and h^T by rows), of any number and size: a task is a run of pieces, and a piece some
+// columns of one pair.
+struct ByColumns {
+  const LoraSimd& simd;
+  const ExecContext& ctx;
+  const char* op;
+  std::vector<int64_t> first{0};  // piece of each pair, and their number
+  int64_t width;                  // columns of a piece
+
+  ByColumns(const LoraSimd& s, const ExecContext& c, const char* o,
+            const std::vector<const TensorView*>& pairs, int64_t w)
+      : simd(s), ctx(c), op(o), width(w) {
+    for (const TensorView* v : pairs) first.push_back(first.back() + ceil_div(v->rows(), width));
+  }
+
+  // f(pair, first column, columns, task's own scratch) for every piece; false where there is no memory.
+  template <class F>
+  bool for_pieces(int64_t scratch_floats, const F& f) const {
+    constexpr int64_t kTasksPerThread = 8;
+    const int64_t pieces = first.back();
+    const int64_t tasks = std::min<int64_t>(pieces, kTasksPerThread * ctx.num_threads);
+    std::atomic<bool> memory{true};
+    parallel_for(ctx, tasks, [&](int64_t task) {
+      Scratch<float> own;
+      if (!own.allocate(ctx, scratch_floats)) {
+        memory = false;
+        return;
+      }
+      auto pair = static_cast<size_t>(
+          std::upper_bound(first.begin(), first.end(), task * pieces / tasks) - first.begin() - 1);
+      for (int64_t i = task * pieces / tasks; i < (task + 1) * pieces / tasks; ++i) {
+        while (i >= first[pair + 1]) ++pair;
+        f(pair, (i - first[pair]) * width, own.data());
+      }
+    });
+    return memory;
+  }
+};
+
+const void* element(const TensorView& v, int64_t row, int64_t col) {
+  return static_cast<const char*>(v.data) +
+         (row * v.stride[0] + col * v.stride[1]) * static_cast<int64_t>(dtype_size_bytes(v.dtype));
+}
+
+// y^T = base^T + (s B) h^T for the pairs whose y is stored by columns.
+Status forward_by_columns(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                          const LoraExpandArgs& args, const float* b,
+                          const std::vector<size_t>& which) {
+  std::vector<const TensorView*> outputs;
+  std::vector<Scratch<char>> copies(which.size());
+  std::vector<AnyRows> hidden(which.size());
+  for (size_t i = 0; i < which.size(); ++i) {
+    outputs.push_back(&args.y[which[i]]);
+    LORAACCEL_RETURN_IF_ERROR(
+        rows_of(ctx, op, args.hidden[which[i]].transposed(), &copies[i], &hidden[i]));
+  }
   const int64_t rank = args.b.cols();
-  const int64_t rows = args.dy[i].rows();
+  const ByColumns pieces(simd, ctx, op, outputs, simd.width);
+  const bool memory =
+      pieces.for_pieces(rank * simd.width, [&](size_t pair, int64_t col, float* panel) {
+        const TensorView& y = args.y[which[pair]];
+        const TensorView& base = args.base[which[pair]];
+        const auto n = static_cast<int>(std::min<int64_t>(simd.width, y.rows() - col));
+        PanelSource source;
+        source.data = hidden[pair].at(0, col);
+        source.stride = hidden[pair].stride;
+        source.dtype = hidden[pair].dtype;
+        source.transposed = false;
+        source.count = n;
+        source.depth = rank;
+        simd.pack(source, /*pairs=*/false, panel);
+        PanelProduct p{};
+        p.left2 = b;
+        p.left2_stride = rank;
+        p.panel2 = panel;
+        p.depth2 = rank;
+        p.c = const_cast<void*>(element(y, col, 0));
+        p.c_stride = y.stride[1];
+        p.c_dtype = y.dtype;
+        p.m = y.cols();
+        p.n = n;
+        if (base.dtype == DType::kFloat32 && has_unit_columns(base.transposed())) {
+          p.partial = static_cast<const float*>(element(base, col, 0));
+          p.partial_stride = base.stride[1];
+          // (The kernel reads whole panels of it.)
+          if (n == simd.width) return simd.product(p);
+          p.partial = nullptr;
+        }
+        p.add = true;
+        if (base.data != y.data) {
+          visit_dtype(y.dtype, [&](auto tag) {
+            using T = typename decltype(tag)::type;
+            for (int64_t row = 0; row < y.cols(); ++row) {
+              const auto* from = static_cast<const T*>(element(base, col, row));
+              auto* to = static_cast<T*>(const_cast<void*>(element(y, col, row)));
+              for (int j = 0; j < n; ++j) to[j] = from[j * base.stride[0]];
+            }
+          });
+        }
+        simd.product(p);
+      });
+  return memory ? Status() : out_of_memory(op);
+}
+
+// dh^T = s B^T G^T, and sums [N][R] = sum of G^T h, for the pairs whose G is stored by columns.
+Status backward_by_columns(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                           const LoraExpandBackwardArgs& args, const std::vector<size_t>& which,
+                           float* sums) {
+  const int64_t rank = args.b.cols();
   const int64_t outputs = args.b.rows();
-  Scratch<char> dy_copy;
-  AnyRows gt;
-  LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.dy[i].transposed(), &dy_copy, &gt));
+  std::vector<const TensorView*> grads;
+  std::vector<Scratch<char>> dy_copies(which.size());
+  std::vector<AnyRows> dy(which.size());
+  for (size_t i = 0; i < which.size(); ++i) {
+    grads.push_back(&args.dy[which[i]]);
+    LORAACCEL_RETURN_IF_ERROR(
+        rows_of(ctx, op, args.dy[which[i]].transposed(), &dy_copies[i], &dy[i]));
+  }
   if (!args.dhidden.empty()) {
-    Scratch<float> b, dht;
+    Scratch<float> b;
     LORAACCEL_RETURN_IF_ERROR(left_factor(ctx, op, args.b, static_cast<float>(args.scale), &b));
-    if (!dht.allocate(ctx, rank * rows)) return out_of_memory(op);
-    add_outer(simd, ctx, b.data(), rank, gt, outputs, rows, dht.data(), false);
-    store_view(ctx, dht.data(), 1, rows, 1.0F, args.dhidden[i]);
+    constexpr int64_t kSum = 128;  // terms of a block of a sum, as everywhere
+    const ByColumns pieces(simd, ctx, op, grads, kColumns);
+    const bool memory =
+        pieces.for_pieces(rank * kColumns, [&](size_t pair, int64_t col, float* part) {
+          const TensorView& out = args.dhidden[which[pair]];
+          const int64_t n = std::min(kColumns, out.rows() - col);
+          for (int64_t row = 0; row < outputs; row += kSum) {
+            simd.outer(b.data() + row * rank, rank, dy[pair].dtype, dy[pair].at(row, col),
+                       dy[pair].stride, part, kColumns, rank, std::min(kSum, outputs - row), n,
+                       row != 0);
+          }
+          visit_dtype(out.dtype, [&](auto tag) {
+            using T = typename decltype(tag)::type;
+            for (int64_t r = 0; r < rank; ++r) {
+              for (int64_t j = 0; j < n; ++j) {
+                from_float(part[r * kColumns + j],
+                           static_cast<T*>(const_cast<void*>(element(out, col + j, r))));
+              }
+            }
+          });
+        });
+    if (!memory) return out_of_memory(op);
   }
   if (sums == nullptr) return Status();
-  Scratch<float> ht_copy, part;
-  AnyRows ht;
-  LORAACCEL_RETURN_IF_ERROR(float_rows(ctx, op, args.hidden[i].transposed(), &ht_copy, &ht));
-  if (!part.allocate(ctx, outputs * rank)) return out_of_memory(op);
-  all_dots(simd, ctx, gt, outputs, ht, rank, rows, 1, part.data());
-  for (int64_t j = 0; j < outputs * rank; ++j)
-    sums[j] = add ? sums[j] + part.data()[j] : part.data()[j];
+  // One sum over all pairs: they are split into groups of fixed size, so that it does not depend on the threads; within a
+  // large pair the outputs are split.
+  constexpr int64_t kPairs = 64;
+  constexpr int64_t kOutputs = 64;
+  const auto pairs = static_cast<int64_t>(which.size());
+  const int64_t groups = ceil_div(pairs, kPairs);
+  const int64_t blocks = ceil_div(outputs, kOutputs);
+  Scratch<float> parts;
+  std::vector<Scratch<float>> h_copies(which.size());
+  std::vector<AnyRows> h(which.size());
+  for (size_t i = 0; i < which.size(); ++i)
+    LORAACCEL_RETURN_IF_ERROR(
+        float_rows(ctx, op, args.hidden[which[i]].transposed(), &h_copies[i], &h[i]));
+  if (!parts.allocate(ctx, groups * outputs * rank)) return out_of_memory(op);
+  std::fill_n(parts.data(), groups * outputs * rank, 0.0F);
+  std::atomic<bool> no_memory{false};
+  parallel_for(ctx, groups * blocks, [&](int64_t task) {
+    const int64_t group = task / blocks;
+    const int64_t row = task % blocks * kOutputs;
+    const int64_t rows = std::min(kOutputs, outputs - row);
+    float* to = parts.data() + (group * outputs + row) * rank;
+    Scratch<float> one;
+    if (!one.allocate(ctx, rows * rank)) {
+      no_memory = true;
+      return;
+    }
+    for (int64_t i = group * kPairs; i < std::min(pairs, (group + 1) * kPairs); ++i) {
+      const auto pair = static_cast<size_t>(i);
+      simd.dot(dy[pair].dtype, dy[pair].at(row), dy[pair].stride, h[pair].dtype, h[pair].data,
+               h[pair].stride, 1.0F, one.data(), rank, rows, rank, args.dy[which[pair]].rows());
+      for (int64_t j = 0; j < rows * rank; ++j) to[j] += one.data()[j];
+    }
+  });
+  if (no_memory) return out_of_memory(op);
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t j = 0; j < outputs * rank; ++j) {
+      const float value = parts.data()[group * outputs * rank + j];
+      sums[j] = group == 0 ? value : sums[j] + value;
+    }
+  }
   return Status();
 }
 
@@ -192,28 +353,28 @@ Status lora_expand_forward_own(const LoraSimd& simd, const ExecContext& ctx, con
   const TensorView scaled =
       TensorView::matrix(b.data(), DType::kFloat32, args.b.rows(), args.b.cols());
   Panels b_panels;  // of B^T, for outputs by rows
+  std::vector<size_t> by_columns;
   for (size_t i = 0; i < args.y.size(); ++i) {
-    if (has_unit_columns(args.y[i])) {
-      if (b_panels.depth() == 0)
-        LORAACCEL_RETURN_IF_ERROR(b_panels.make(simd, ctx, op, scaled.transposed()));
-      Scratch<float> h_copy;
-      Rows<float> h;
-      const TensorView& hidden = args.hidden[i];
-      if (hidden.dtype == DType::kFloat32 && has_unit_columns(hidden) &&
-          hidden.stride[0] == hidden.cols()) {
-        h.data = static_cast<const float*>(hidden.data);
-      } else {
-        LORAACCEL_RETURN_IF_ERROR(left_factor(ctx, op, hidden, 1, &h_copy));
-        h.data = h_copy.data();
-      }
-      add_product(simd, ctx, h.data, b_panels, args.base[i], args.y[i]);
-    } else {
-      Panels h_panels;
-      LORAACCEL_RETURN_IF_ERROR(h_panels.make(simd, ctx, op, args.hidden[i].transposed()));
-      add_product(simd, ctx, b.data(), h_panels, args.base[i].transposed(), args.y[i].transposed());
+    if (!has_unit_columns(args.y[i])) {
+      by_columns.push_back(i);
+      continue;
     }
+    if (b_panels.depth() == 0)
+      LORAACCEL_RETURN_IF_ERROR(b_panels.make(simd, ctx, op, scaled.transposed()));
+    Scratch<float> h_copy;
+    Rows<float> h;
+    const TensorView& hidden = args.hidden[i];
+    if (hidden.dtype == DType::kFloat32 && has_unit_columns(hidden) &&
+        hidden.stride[0] == hidden.cols()) {
+      h.data = static_cast<const float*>(hidden.data);
+    } else {
+      LORAACCEL_RETURN_IF_ERROR(left_factor(ctx, op, hidden, 1, &h_copy));
+      h.data = h_copy.data();
+    }
+    add_product(simd, ctx, h.data, b_panels, args.base[i], args.y[i]);
   }
-  return Status();
+  if (by_columns.empty()) return Status();
+  return forward_by_columns(simd, ctx, op, args, b.data(), by_columns);
 }
 
 Status lora_expand_backward_own(const LoraSimd& simd, const ExecContext& ctx, const char* op,
@@ -228,22 +389,23 @@ Status lora_expand_backward_own(const LoraSimd& simd, const ExecContext& ctx, co
     return out_of_memory(op);
   }
   bool some_rows = false;
-  bool some_columns = false;
+  std::vector<size_t> columns;
   for (size_t i = 0; i < args.dy.size(); ++i) {
-    // (Few rows or none: either way.)
-    if (has_unit_columns(args.dy[i])) {
-      LORAACCEL_RETURN_IF_ERROR(
-          backward_by_rows(simd, ctx, op, args, i, wanted ? by_rows.data() : nullptr, some_rows));
-      some_rows = true;
-    } else {
-      LORAACCEL_RETURN_IF_ERROR(backward_by_columns(
-          simd, ctx, op, args, i, wanted ? by_columns.data() : nullptr, some_columns));
-      some_columns = true;
+    if (!has_unit_columns(args.dy[i])) {
+      columns.push_back(i);
+      continue;
     }
+    LORAACCEL_RETURN_IF_ERROR(
+        backward_by_rows(simd, ctx, op, args, i, wanted ? by_rows.data() : nullptr, some_rows));
+    some_rows = true;
+  }
+  if (!columns.empty()) {
+    LORAACCEL_RETURN_IF_ERROR(
+        backward_by_columns(simd, ctx, op, args, columns, wanted ? by_columns.data() : nullptr));
   }
   if (!wanted) return Status();
   float* sums = by_columns.data();
-  if (!some_columns) std::fill_n(sums, rank * outputs, 0.0F);
+  if (columns.empty()) std::fill_n(sums, rank * outputs, 0.0F);
   for (int64_t n = 0; some_rows && n < outputs; ++n) {
     for (int64_t r = 0; r < rank; ++r) sums[n * rank + r] += by_rows.data()[r * outputs + n];
   }

@@ -142,18 +142,18 @@ Status backward_float64(const ExecContext& ctx, const char* op, const LoraQkvBac
 // y += bias, of float32 beside a 16-bit y; y has unit columns.
 Status add_bias(const ExecContext& ctx, const char* op, const TensorView& bias,
                 const TensorView& y) {
-  const LoraSimd& simd = lora_simd_best();
-  Scratch<float> values, ones;
+  Scratch<float> values;
   Rows<float> row;
   LORAACCEL_RETURN_IF_ERROR(rows_as<float>(
       ctx, op, TensorView::strided(bias.data, bias.dtype, 1, bias.rows(), 0, bias.stride[0]),
       &values, &row));
-  if (!ones.allocate(ctx, y.cols())) return out_of_memory(op);
-  std::fill_n(ones.data(), y.cols(), 1.0F);
-  parallel_for(ctx, y.rows(), [&](int64_t m) {
-    void* at = static_cast<char*>(y.data) +
-               m * y.stride[0] * static_cast<int64_t>(dtype_size_bytes(y.dtype));
-    simd.gain(y.dtype, at, ones.data(), row.data, at, y.cols());
+  visit_dtype(y.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    parallel_for(ctx, y.rows(), [&](int64_t m) {
+      T* at = static_cast<T*>(y.data) + m * y.stride[0];
+      for (int64_t n = 0; n < y.cols(); ++n)
+        from_float(static_cast<float>(to_float(at[n])) + row.data[n], at + n);
+    });
   });
   return Status();
 }

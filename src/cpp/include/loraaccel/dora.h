@@ -1,8 +1,10 @@
 // What weight-decomposed adaptation (DoRA) adds to a LoRA layer: the norms of the adapted weight's rows, and a gain for each
 // output. With c = weight_norms(W, A, B) taken as a constant and a trained magnitude m [N], the layer is
 //
-//   z = x W^T + sum_i s_i h_i B_i^T          loraaccel/lora_linear.h, without its bias
-//   y = (m / c) . z + bias                   column_gain
+//   z = x W^T + bias + sum_i s_i h_i B_i^T          loraaccel/lora_linear.h
+//   y = z + (m / c - 1) . (z - bias)                column_gain
+//
+// (With m = c, as before the first step, y is z bit for bit.)
 //
 // Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
 #pragma once
@@ -30,16 +32,17 @@ struct ColumnGainArgs {
   TensorView y;     // [M, N]  output, dtype of z; may be z itself
 };
 
-// y[m][n] = gain[n] z[m][n] + bias[n], rounded once.
+// y[m][n] = z[m][n] + (gain[n] - 1) (z[m][n] - bias[n]), rounded once.
 Status column_gain_forward(const ExecContext& ctx, const ColumnGainArgs& args);
 
 struct ColumnGainBackwardArgs {
   TensorView dy;     // [M, N]  G, dtype of z
   TensorView z;      // [M, N]  read only where dgain is wanted
   TensorView gain;   // [N]
+  TensorView bias;   // [N], or undefined
   TensorView dz;     // [M, N], dtype of z, or undefined:  gain . G
-  TensorView dgain;  // [N], dtype of gain, or undefined:  sum over m of G . z
-  TensorView dbias;  // [N], dtype of z, or undefined:  sum over m of G
+  TensorView dgain;  // [N], dtype of gain, or undefined:  sum over m of G . (z - bias)
+  TensorView dbias;  // [N], dtype of z, or undefined:  (1 - gain) . sum over m of G
 };
 
 Status column_gain_backward(const ExecContext& ctx, const ColumnGainBackwardArgs& args);

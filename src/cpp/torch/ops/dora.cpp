@@ -48,6 +48,7 @@ Tensor gain_op(const Tensor& z, const Tensor& gain, const OptionalTensor& bias) 
 }
 
 std::vector<Tensor> gain_backward_op(const Tensor& grad, const Tensor& z, const Tensor& gain,
+                                     const OptionalTensor& bias,
                                      const std::vector<bool>& output_mask) {
   constexpr const char* kOp = "column_gain_backward";
   if (output_mask.size() != 3) {
@@ -61,6 +62,7 @@ std::vector<Tensor> gain_backward_op(const Tensor& grad, const Tensor& z, const 
   args.dy = grad_rows.view;
   args.z = z_rows.view;
   args.gain = bridge::vector_view(gain, kOp, "gain");
+  if (bias.has_value()) args.bias = bridge::vector_view(*bias, kOp, "bias");
   std::vector<Tensor> outputs;
   if (output_mask[0]) {
     outputs.push_back(bridge::empty_same(z, args.z.dtype));
@@ -88,10 +90,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
   // Norms of the rows of weight + the sum of scaling B A, [N]; without a weight of that sum alone.
   m.def(
       "weight_norms(Tensor? weight, Tensor[] lora_A, Tensor[] lora_B, float[] scalings) -> Tensor");
-  // gain z + bias, gain and bias [N], z [..., N].
+  // z + (gain - 1) (z - bias), gain and bias [N], z [..., N].
   m.def("column_gain(Tensor z, Tensor gain, Tensor? bias) -> Tensor");
   // Returns the gradients that output_mask asks for: z, gain, bias.
-  m.def("column_gain_backward(Tensor grad, Tensor z, Tensor gain, bool[] output_mask) -> Tensor[]");
+  m.def(
+      "column_gain_backward(Tensor grad, Tensor z, Tensor gain, Tensor? bias, bool[] output_mask) "
+      "-> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {

@@ -283,9 +283,8 @@ def _linear(
         magnitude = module.lora_magnitude_vector[ad.name].weight
         if type(magnitude) not in peft._PLAIN and not compiling:
             return "tensor_subclass"
-        # PEFT's own switch (peft.helpers.DoraCaching) for keeping the norms in evaluation.
-        keep = not module.training and sys.modules["peft.tuners.lora.dora"].ENABLE_DORA_CACHING
-        args = (x, weight, bias, ad.a.weight, ad.b.weight, magnitude, float(ad.scaling), ad.p, keep)
+        norms = None if compiling else _kept_norms(module.lora_magnitude_vector[ad.name], weight, ad)
+        args = (x, weight, bias, ad.a.weight, ad.b.weight, magnitude, float(ad.scaling), ad.p, norms)
         return Form(kind, lambda: _dora.dora(*args), active, _dtypes(adapters))
     factors = [_factors(ad) for ad in adapters]
     bias = _with_adapter_biases(weight, bias, adapters)
@@ -294,6 +293,22 @@ def _linear(
     return Form(
         kind, lambda: lora_linear_adapters(x, weight, bias, a, b, scales, dropouts), active, _dtypes(adapters)
     )
+
+
+def _kept_norms(layer: Any, weight: Tensor, ad: Adapter) -> Tensor | None:
+    """PEFT's own cache of the norms, which peft.helpers.DoraCaching switches on; else it is cleared, as PEFT does."""
+    if not sys.modules["peft.tuners.lora.dora"].ENABLE_DORA_CACHING or layer.training:
+        if layer._dora_cache:
+            layer._cache_clear()
+        return None
+    key = f"weight-norm-{ad.name}"
+    norms = layer._cache_get(key, None)
+    if norms is None:
+        a: Any = ad.a.weight
+        b: Any = ad.b.weight
+        norms = _dora.adapted_norms(weight, a, b, float(ad.scaling))
+        layer._cache_store(key, norms)
+    return norms
 
 
 def _with_adapter_biases(weight: Tensor, bias: Tensor | None, adapters: Sequence[Adapter]) -> Tensor | None:

@@ -1,27 +1,29 @@
 // A factor for each column, one row at a time. Included by simd-inl.h.
 
 template <class T>
-void gain_of(const T* z, const float* gain, const float* bias, T* y, int64_t n) {
+void gain_of(const T* z, const float* more, const float* offset, T* y, int64_t n) {
   int64_t j = 0;
   for (; j + V::kLanes <= n; j += V::kLanes) {
-    const V::F b = bias == nullptr ? V::zero() : V::load(bias + j);
-    V::store(y + j, V::fma(V::load(gain + j), V::load(z + j), b));
+    const V::F v = V::load(z + j);
+    const V::F from = offset == nullptr ? v : V::add(v, V::load(offset + j));
+    V::store(y + j, V::fma(V::load(more + j), from, v));
   }
   if (j < n) {
     const int rest = (int)(n - j);
-    const V::F b = bias == nullptr ? V::zero() : V::load_n(bias + j, rest);
-    V::store_n(y + j, V::fma(V::load_n(gain + j, rest), V::load_n(z + j, rest), b), rest);
+    const V::F v = V::load_n(z + j, rest);
+    const V::F from = offset == nullptr ? v : V::add(v, V::load_n(offset + j, rest));
+    V::store_n(y + j, V::fma(V::load_n(more + j, rest), from, v), rest);
   }
 }
 
-void gain(DType dtype, const void* z, const float* g, const float* bias, void* y, int64_t n) {
+void gain(DType dtype, const void* z, const float* more, const float* offset, void* y, int64_t n) {
   switch (dtype) {
     case DType::kBFloat16:
-      return gain_of(static_cast<const BFloat16*>(z), g, bias, static_cast<BFloat16*>(y), n);
+      return gain_of(static_cast<const BFloat16*>(z), more, offset, static_cast<BFloat16*>(y), n);
     case DType::kFloat16:
-      return gain_of(static_cast<const Float16*>(z), g, bias, static_cast<Float16*>(y), n);
+      return gain_of(static_cast<const Float16*>(z), more, offset, static_cast<Float16*>(y), n);
     default:
-      return gain_of(static_cast<const float*>(z), g, bias, static_cast<float*>(y), n);
+      return gain_of(static_cast<const float*>(z), more, offset, static_cast<float*>(y), n);
   }
 }
 

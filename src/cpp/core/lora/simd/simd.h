@@ -96,8 +96,8 @@ struct LoraSimd {
   void (*dropout_add)(const float* t, int64_t t_stride, const DropoutBlock& block, DType c_dtype,
                       void* c, int64_t c_stride);
   void (*activate)(Activation kind, const ActivationRow& row);
-  // y[j] = gain[j] z[j] + bias[j], j < n; y is of z's type, bias may be null.
-  void (*gain)(DType dtype, const void* z, const float* gain, const float* bias, void* y,
+  // y[j] = z[j] + more[j] (z[j] + offset[j]), j < n; y is of z's type, offset may be null.
+  void (*gain)(DType dtype, const void* z, const float* more, const float* offset, void* y,
                int64_t n);
   // sums[j] += a[j] b[j], or a[j] where b is null.
   void (*multiply_sums)(DType dtype, const void* a, const void* b, float* sums, int64_t n);
