@@ -22,10 +22,9 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, delta: Tensor) -> Tensor:
 
 
 def dora(x: Tensor, w: Tensor, b: Tensor | None, A: Tensor, B: Tensor, m: Tensor) -> Tensor:
-    """As PEFT computes it."""
-    gain = m / (w + 1.7 * B @ A).norm(dim=1).detach()
-    base, product = F.linear(x, w, b), F.linear(x, w)
-    return base + (gain - 1) * product + gain * 1.7 * F.linear(F.linear(x, A), B)
+    norm = (w + 1.7 * B @ A).norm(dim=1).detach()
+    y = (m / norm) * (F.linear(x, w) + 1.7 * F.linear(F.linear(x, A), B))
+    return y if b is None else y + b
 
 
 def conv(x: Tensor, w: Tensor, b: Tensor | None, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
@@ -344,7 +343,8 @@ OPCHECKS: dict[str, tuple[str, tuple[Any, ...]]] = {
     ),
     "lora_expand": ("lora_expand", (leaf(5, 6), leaf(5, 2), leaf(6, 2), 1.5, False)),
     "lora_expand, channels": ("lora_expand", (leaf(2, 6, 5), leaf(2, 2, 5), leaf(6, 2), 1.5, True)),
-    "column_gain": ("column_gain", (leaf(5, 6), leaf(6), leaf(6))),
+    "column_gain": ("column_gain", (leaf(5, 6), leaf(6), leaf(6), False)),
+    "column_gain, centred": ("column_gain", (leaf(5, 6), leaf(6), leaf(6), True)),
     "weight_norms": ("weight_norms", (leaf(6, 8).detach(), [leaf(2, 8).detach()], [leaf(6, 2).detach()], [1.5])),
 }  # fmt: skip
 
@@ -367,7 +367,7 @@ def test_opcheck_of_the_backward_operators() -> None:
             )  # fmt: skip
             gain, bias = leaf(6).detach(), leaf(6).detach() * 2
             torch.library.opcheck(
-                ops.column_gain_backward.default, (base.clone(), base * 2, gain, bias, mask)
+                ops.column_gain_backward.default, (base.clone(), base * 2, gain, bias, mask[0], mask)
             )
         for mask in ([True, True], [False, True]):
             torch.library.opcheck(

@@ -72,14 +72,16 @@ def adapted_norms(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float
         return (torch.cat(norms) if norms else weight.new_empty(0, dtype=sums)).to(lora_a.dtype)
 
 
-def column_gain(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """z + (gain - 1) ∘ (z - bias) over the last dimension, in z's dtype."""
+def column_gain(z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool = False) -> Tensor:
+    """gain ∘ z + bias over the last dimension, in z's dtype; centred, z + (gain - 1) ∘ (z - bias)."""
     if _state.off():
-        return (z + (gain - 1) * (z if bias is None else z - bias)).to(z.dtype)
+        if centred:
+            return (z + (gain - 1) * (z if bias is None else z - bias)).to(z.dtype)
+        return (z * gain if bias is None else z * gain + bias).to(z.dtype)
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return gain_op(z, gain, bias)
+        return gain_op(z, gain, bias, centred)
     with _below_autograd():
-        return gain_op(z, gain, bias)
+        return gain_op(z, gain, bias, centred)
 
 
 def dora(
@@ -99,8 +101,10 @@ def dora(
     sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
     gain = magnitude.to(sums) / norms.to(sums)
     if dropout == 0.0:
-        z = lora_linear_adapters(x, weight, bias, (lora_a,), (lora_b,), [scaling], [0.0])
-        return column_gain(z, gain, None if bias is None else bias.to(z.dtype))
+        # Before the first step every gain is 1: then y is the frozen layer's output, bit for bit.
+        fresh = not torch.compiler.is_compiling() and gain.is_cpu and bool((gain == 1).all())
+        z = lora_linear_adapters(x, weight, bias if fresh else None, (lora_a,), (lora_b,), [scaling], [0.0])
+        return column_gain(z, gain, None if bias is None else bias.to(z.dtype), fresh)
     # x Wᵀ + bias + (gain - 1) ∘ (D(x) Wᵀ) + gain ∘ s D(x) Aᵀ Bᵀ, with the first and third part of W in one product.
     dropped = F.dropout(x, dropout)
     z = lora_linear_adapters(dropped, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
@@ -117,7 +121,7 @@ def _norms_fake(
 
 
 @torch.library.register_fake("loraaccel::column_gain")
-def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool) -> Tensor:
     op = "column_gain"
     _autograd._check_devices(op, z, None, gain=gain, bias=bias)
     torch._check(
@@ -129,7 +133,7 @@ def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.register_fake("loraaccel::column_gain_backward")
 def _gain_backward_fake(
-    grad: Tensor, z: Tensor, gain: Tensor, bias: Tensor | None, output_mask: list[bool]
+    grad: Tensor, z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool, output_mask: list[bool]
 ) -> list[Tensor]:
     outputs = [torch.empty_like(z, memory_format=torch.contiguous_format)] if output_mask[0] else []
     if output_mask[1]:
@@ -140,7 +144,7 @@ def _gain_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z, gain, bias = inputs
+    z, gain, bias, ctx.centred = inputs
     ctx.save_for_backward(z, gain, bias)
     ctx.set_materialize_grads(False)
     ctx.mask = [z.requires_grad, gain.requires_grad, bias is not None and bias.requires_grad]
@@ -148,10 +152,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor | None) -> Any:
     if grad is None:
-        return None, None, None
+        return None, None, None, None
     z, gain, bias = ctx.saved_tensors
-    wanted = iter(gain_backward_op(grad, z, gain, bias, ctx.mask))
-    return tuple(next(wanted) if m else None for m in ctx.mask)
+    wanted = iter(gain_backward_op(grad, z, gain, bias, ctx.centred, ctx.mask))
+    return (*(next(wanted) if m else None for m in ctx.mask), None)
 
 
 torch.library.register_autograd("loraaccel::column_gain", _backward, setup_context=_setup_context)

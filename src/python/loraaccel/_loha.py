@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,17 +110,26 @@ def loha_conv2d(
     padding: Pair | str = 0,
     dilation: Pair = 1,
     *,
+    t1: Tensor | None = None,
+    t2: Tensor | None = None,
     rank_dropout: float = 0.0,
     training: bool = True,
 ) -> Tensor:
     """LoHa convolution:  y = conv(x, W + ΔW) + bias,  ΔW = scaling · (w1_a w1_b) ∘ (w2_a w2_b), reshaped as W.
 
-    w1_a, w2_a [N, R]; w1_b, w2_b [R, C kh kw] (or [R, C, kh, kw]). Arguments, choice of the form and errors as in
+    w1_a, w2_a [N, R]; w1_b, w2_b [R, C kh kw] (or [R, C, kh, kw]). With ``t1`` and ``t2`` [R, R', kh, kw], Tucker's
+    form, w1_b and w2_b are [R', C] and each product becomes Σ w_a[n, i] t[i, j, u, v] w_b[j, c]: a `lora_conv2d` with a
+    middle, of the product of the ranks. Arguments, choice of the form and errors as in
     `loha_linear` and `lora_conv2d`.
     """
     op = "loha_conv2d"
     operands = {"weight": weight, "bias": bias, "w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b}
     check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None}, x)
+    if (t1 is None) != (t2 is None):
+        raise ValueError(f"{op}: one of t1 and t2, expected both or neither")
+    if t1 is not None and t2 is not None:
+        return _tucker(op, x, weight, bias, (w1_a, w1_b, t1), (w2_a, w2_b, t2), scaling, (stride, padding, dilation),
+                       rank_dropout, training)  # fmt: skip
     w1_b, w2_b = w1_b.flatten(1), w2_b.flatten(1)
     n, k = weight.shape[0], weight[0].numel()
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
@@ -138,3 +148,33 @@ def loha_conv2d(
     delta = (w1_a @ w1_b) * (w2_a @ w2_b) * scale
     delta = delta if mask is None else delta * mask[:, None]
     return base + F.conv2d(x, delta.reshape(weight.shape).to(x.dtype), None, *geometry)
+
+
+def _tucker(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    first: tuple[Tensor, Tensor, Tensor],
+    second: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    geometry: tuple[Any, Any, Any],
+    rank_dropout: float,
+    training: bool,
+) -> Tensor:
+    (w1_a, w1_b, t1), (w2_a, w2_b, t2) = first, second
+    check_operands(op, {"x": x, "t1": t1, "t2": t2}, x)
+    for name, a, b, t in (("1", w1_a, w1_b, t1), ("2", w2_a, w2_b, t2)):
+        check_matrix(op, f"w{name}_a", a, weight.shape[0], None)
+        check_matrix(op, f"w{name}_b", b, None, weight.shape[1])
+        expected = (a.shape[1], b.shape[0], *weight.shape[2:])
+        if tuple(t.shape) != expected:
+            raise RuntimeError(f"{op}: t{name} has shape {list(t.shape)}, expected {list(expected)}")
+    (p,) = in_force(training, rank_dropout)
+    check_probabilities(op, rank_dropout=p)
+    down, up = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
+    if p:
+        up = up * rank_mask(w1_a.new_empty(weight.shape[0]), p)[:, None]
+    mid = (t1[:, None, :, None] * t2[None, :, None, :]).flatten(2, 3).flatten(0, 1)
+    base = F.conv2d(x, weight, bias, *geometry)
+    return conv_update(base, x, down[:, :, None, None], up, mid, number(op, scaling), geometry)

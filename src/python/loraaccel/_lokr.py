@@ -62,14 +62,18 @@ def lokr_conv2d(
     stride: Pair = 1,
     padding: Pair | str = 0,
     dilation: Pair = 1,
+    *,
+    t2: Tensor | None = None,
 ) -> Tensor:
     """LoKr convolution:  y = conv(x, W + scaling · w1 ⊗ w2) + bias, w1 [a, c] and w2 [b, d, kh, kw].
 
     weight [a b, c d, kh, kw]; w1 and w2 may be pairs of low-rank factors, ([a, R], [R, c]) and ([b, R], [R, d kh kw]).
-    The c blocks of channels are convolved with w2, and w1 mixes them. Errors as in `lora_conv2d`.
+    With ``t2`` [R, R', kh, kw], Tucker's form, w2 is ([b, R], [R', d]). The c blocks of channels are convolved with w2,
+    and w1 mixes them. Errors as in `lora_conv2d`.
     """
     op = "lokr_conv2d"
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    operands |= {} if t2 is None else {"t2": t2}
     check_operands(op, operands | _named_factors(w1, w2), x)
     a, c = _factor_shape(op, "w1", w1)
     kernel = weight.shape[2:]
@@ -78,22 +82,30 @@ def lokr_conv2d(
     if isinstance(w2, tuple):
         up, down = w2
         if down.dim() == 2:
-            down = down.reshape(down.shape[0], -1, *kernel)
+            down = down.reshape(down.shape[0], -1, *(kernel if t2 is None else (1, 1)))
     else:
         down = w2
     b = down.shape[0] if up is None else up.shape[0]
     d = down.shape[1]
-    if tuple(weight.shape) != (a * b, c * d, *down.shape[2:]):
+    size = down.shape[2:] if t2 is None else t2.shape[2:]
+    if tuple(weight.shape) != (a * b, c * d, *size):
         raise RuntimeError(
             f"{op}: weight has shape {list(weight.shape)}, expected [{a * b}, {c * d}, "
-            f"{', '.join(str(s) for s in down.shape[2:])}] to go with w1 and w2"
+            f"{', '.join(str(s) for s in size)}] to go with w1 and w2"
+        )
+    ranks = None if t2 is None or up is None else (up.shape[1], down.shape[0])
+    if t2 is not None and (t2.dim() != 4 or tuple(t2.shape[:2]) != ranks):
+        raise RuntimeError(
+            f"{op}: t2 has shape {list(t2.shape)}, expected {ranks} first, to go with a pair w2"
         )
     geometry = stride, padding, dilation
     base = F.conv2d(x, weight, bias, *geometry)
     blocks = x.reshape(x.shape[0] * c, d, *x.shape[2:])
     if not torch.is_autocast_enabled(x.device.type):
         blocks = blocks.to(down.dtype)
-    hidden = F.conv2d(blocks, down, None, *geometry)
+    hidden = F.conv2d(blocks, down, None, *(geometry if t2 is None else ()))
+    if t2 is not None:
+        hidden = F.conv2d(hidden, t2, None, *geometry)
     if up is not None:
         hidden = F.conv2d(hidden, up[:, :, None, None])
     samples, pixels = x.shape[0], base.shape[2:].numel()

@@ -201,7 +201,8 @@ Status gain_forward_ref(const ExecContext& ctx, const ColumnGainArgs& args) {
     for (int64_t n = 0; n < args.z.cols(); ++n) {
       const double bias = args.bias.defined() ? read_vector(args.bias, n) : 0;
       const double z = plain_read(args.z, m, n);
-      plain_write(args.y, m, n, z + (read_vector(args.gain, n) - 1) * (z - bias));
+      const double gain = read_vector(args.gain, n);
+      plain_write(args.y, m, n, args.centred ? z + (gain - 1) * (z - bias) : gain * z + bias);
     }
   });
   return Status();
@@ -210,7 +211,7 @@ Status gain_forward_ref(const ExecContext& ctx, const ColumnGainArgs& args) {
 Status gain_backward_ref(const ExecContext& ctx, const ColumnGainBackwardArgs& args) {
   parallel_for(ctx, args.z.cols(), [&](int64_t n) {
     const double gain = read_vector(args.gain, n);
-    const double bias = args.bias.defined() ? read_vector(args.bias, n) : 0;
+    const double bias = args.centred && args.bias.defined() ? read_vector(args.bias, n) : 0;
     double dgain = 0;
     double dbias = 0;
     for (int64_t m = 0; m < args.z.rows(); ++m) {
@@ -220,7 +221,7 @@ Status gain_backward_ref(const ExecContext& ctx, const ColumnGainBackwardArgs& a
       if (args.dz.defined()) plain_write(args.dz, m, n, gain * dy);
     }
     if (args.dgain.defined()) write_vector(args.dgain, n, dgain);
-    if (args.dbias.defined()) write_vector(args.dbias, n, (1 - gain) * dbias);
+    if (args.dbias.defined()) write_vector(args.dbias, n, (args.centred ? 1 - gain : 1) * dbias);
   });
   return Status();
 }
@@ -242,14 +243,16 @@ void* at(const TensorView& v, int64_t row, int64_t col) {
 
 Status gain_forward_own(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                         const ColumnGainArgs& args) {
-  Scratch<float> more, offset;
+  Scratch<float> gain, bias;
   Scratch<char> z_copy;
   AnyRows z;
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, 1, -1, &more));
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, -1, 0, &offset));
+  const bool centred = args.centred;
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, 1, centred ? -1 : 0, &gain));
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, centred ? -1 : 1, 0, &bias));
   LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.z, &z_copy, &z));
   parallel_for(ctx, args.z.rows(), [&](int64_t m) {
-    simd.gain(z.dtype, z.at(m), more.data(), offset.data(), at(args.y, m, 0), args.z.cols());
+    simd.gain({z.dtype, args.z.cols(), z.at(m), gain.data(), centred ? bias.data() : nullptr,
+               centred ? nullptr : bias.data(), centred, at(args.y, m, 0)});
   });
   return Status();
 }
@@ -260,11 +263,11 @@ Status gain_backward_own(const LoraSimd& simd, const ExecContext& ctx, const cha
   constexpr int64_t kBlock = 128;  // rows of a block of a sum
   const int64_t rows = args.z.rows();
   const int64_t cols = args.z.cols();
-  Scratch<float> more, bias;
+  Scratch<float> gain, bias;
   Scratch<char> z_copy, dy_copy;
   AnyRows z, dy;
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, 1, -1, &more));
-  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, 1, 0, &bias));
+  LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.gain, 1, 0, &gain));
+  if (args.centred) LORAACCEL_RETURN_IF_ERROR(float_vector(ctx, op, args.bias, 1, 0, &bias));
   const bool sums_grad = args.dbias.defined() || bias.data() != nullptr;
   LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.dy, &dy_copy, &dy));
   if (args.dgain.defined()) LORAACCEL_RETURN_IF_ERROR(rows_of(ctx, op, args.z, &z_copy, &z));
@@ -278,8 +281,8 @@ Status gain_backward_own(const LoraSimd& simd, const ExecContext& ctx, const cha
       float biases[kColumns] = {};
       for (int64_t m = row; m < std::min(rows, row + kBlock); ++m) {
         if (args.dz.defined())
-          simd.gain(dy.dtype, dy.at(m, col), more.data() + col, nullptr, at(args.dz, m, col),
-                    count);
+          simd.gain({dy.dtype, count, dy.at(m, col), gain.data() + col, nullptr, nullptr, false,
+                     at(args.dz, m, col)});
         if (args.dgain.defined())
           simd.multiply_sums(dy.dtype, dy.at(m, col), z.at(m, col), gains, count);
         if (sums_grad) simd.multiply_sums(dy.dtype, dy.at(m, col), nullptr, biases, count);
@@ -292,8 +295,8 @@ Status gain_backward_own(const LoraSimd& simd, const ExecContext& ctx, const cha
     for (int64_t n = 0; n < count; ++n) {
       const double b = bias.data() == nullptr ? 0 : static_cast<double>(bias.data()[col + n]);
       if (args.dgain.defined()) write_vector(args.dgain, col + n, dgain[n] - b * dbias[n]);
-      if (args.dbias.defined())
-        write_vector(args.dbias, col + n, -static_cast<double>(more.data()[col + n]) * dbias[n]);
+      const double factor = args.centred ? 1 - static_cast<double>(gain.data()[col + n]) : 1;
+      if (args.dbias.defined()) write_vector(args.dbias, col + n, factor * dbias[n]);
     }
   });
   return Status();

@@ -1,10 +1,11 @@
 // What weight-decomposed adaptation (DoRA) adds to a LoRA layer: the norms of the adapted weight's rows, and a gain for each
 // output. With c = weight_norms(W, A, B) taken as a constant and a trained magnitude m [N], the layer is
 //
-//   z = x W^T + bias + sum_i s_i h_i B_i^T          loraaccel/lora_linear.h
-//   y = z + (m / c - 1) . (z - bias)                column_gain
+//   z = x W^T + sum_i s_i h_i B_i^T          loraaccel/lora_linear.h, without its bias
+//   y = (m / c) . z + bias                   column_gain
 //
-// (With m = c, as before the first step, y is z bit for bit.)
+// or, from a z that has the bias in it ("centred"), y = z + (m / c - 1) . (z - bias): where m = c, as before the first step,
+// that is z bit for bit.
 //
 // Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
 #pragma once
@@ -30,19 +31,21 @@ struct ColumnGainArgs {
   TensorView gain;  // [N]  float64 goes with z only
   TensorView bias;  // [N], dtype of z; or undefined
   TensorView y;     // [M, N]  output, dtype of z; may be z itself
+  bool centred = false;
 };
 
-// y[m][n] = z[m][n] + (gain[n] - 1) (z[m][n] - bias[n]), rounded once.
+// y = gain . z + bias, or, centred, y = z + (gain - 1) . (z - bias); rounded once.
 Status column_gain_forward(const ExecContext& ctx, const ColumnGainArgs& args);
 
 struct ColumnGainBackwardArgs {
   TensorView dy;     // [M, N]  G, dtype of z
   TensorView z;      // [M, N]  read only where dgain is wanted
   TensorView gain;   // [N]
-  TensorView bias;   // [N], or undefined
+  TensorView bias;   // [N], or undefined; read only where centred
   TensorView dz;     // [M, N], dtype of z, or undefined:  gain . G
-  TensorView dgain;  // [N], dtype of gain, or undefined:  sum over m of G . (z - bias)
-  TensorView dbias;  // [N], dtype of z, or undefined:  (1 - gain) . sum over m of G
+  TensorView dgain;  // [N], dtype of gain, or undefined:  sum over m of G . z, or G . (z - bias)
+  TensorView dbias;  // [N], dtype of z, or undefined:  sum over m of G, or (1 - gain) times that
+  bool centred = false;
 };
 
 Status column_gain_backward(const ExecContext& ctx, const ColumnGainBackwardArgs& args);

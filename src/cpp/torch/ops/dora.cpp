@@ -32,13 +32,14 @@ Tensor weight_norms_op(const OptionalTensor& weight, const std::vector<Tensor>& 
   return norms;
 }
 
-Tensor gain_op(const Tensor& z, const Tensor& gain, const OptionalTensor& bias) {
+Tensor gain_op(const Tensor& z, const Tensor& gain, const OptionalTensor& bias, bool centred) {
   constexpr const char* kOp = "column_gain";
   const RowsTensor rows = bridge::rows_view(z, kOp, "z");
   ColumnGainArgs args;
   args.z = rows.view;
   args.gain = bridge::vector_view(gain, kOp, "gain");
   if (bias.has_value()) args.bias = bridge::vector_view(*bias, kOp, "bias");
+  args.centred = centred;
   Tensor y = bridge::empty_same(z, args.z.dtype);
   args.y = TensorView::matrix(y.data_ptr(), args.z.dtype, args.z.rows(), args.z.cols());
   const char* kernel = nullptr;
@@ -48,7 +49,7 @@ Tensor gain_op(const Tensor& z, const Tensor& gain, const OptionalTensor& bias) 
 }
 
 std::vector<Tensor> gain_backward_op(const Tensor& grad, const Tensor& z, const Tensor& gain,
-                                     const OptionalTensor& bias,
+                                     const OptionalTensor& bias, bool centred,
                                      const std::vector<bool>& output_mask) {
   constexpr const char* kOp = "column_gain_backward";
   if (output_mask.size() != 3) {
@@ -63,6 +64,7 @@ std::vector<Tensor> gain_backward_op(const Tensor& grad, const Tensor& z, const 
   args.z = z_rows.view;
   args.gain = bridge::vector_view(gain, kOp, "gain");
   if (bias.has_value()) args.bias = bridge::vector_view(*bias, kOp, "bias");
+  args.centred = centred;
   std::vector<Tensor> outputs;
   if (output_mask[0]) {
     outputs.push_back(bridge::empty_same(z, args.z.dtype));
@@ -90,12 +92,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
   // Norms of the rows of weight + the sum of scaling B A, [N]; without a weight of that sum alone.
   m.def(
       "weight_norms(Tensor? weight, Tensor[] lora_A, Tensor[] lora_B, float[] scalings) -> Tensor");
-  // z + (gain - 1) (z - bias), gain and bias [N], z [..., N].
-  m.def("column_gain(Tensor z, Tensor gain, Tensor? bias) -> Tensor");
+  // gain z + bias, or, centred, z + (gain - 1) (z - bias); gain and bias [N], z [..., N].
+  m.def("column_gain(Tensor z, Tensor gain, Tensor? bias, bool centred) -> Tensor");
   // Returns the gradients that output_mask asks for: z, gain, bias.
   m.def(
-      "column_gain_backward(Tensor grad, Tensor z, Tensor gain, Tensor? bias, bool[] output_mask) "
-      "-> Tensor[]");
+      "column_gain_backward(Tensor grad, Tensor z, Tensor gain, Tensor? bias, bool centred, "
+      "bool[] output_mask) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {

@@ -14,7 +14,10 @@
 namespace loraaccel::test {
 namespace {
 
-using Dora = LoraLinearKernels;
+class Dora : public LoraLinearKernels {
+ protected:
+  void check_gain(DType type, bool bias, bool centred, int64_t cols) const;
+};
 INSTANTIATE_TEST_SUITE_P(Kernel, Dora, every_kernel(), kernel_test_name);
 
 double roundoff(DType t) {
@@ -86,66 +89,72 @@ TEST_P(Dora, WeightNorms) {
   }
 }
 
+void Dora::check_gain(DType type, bool bias, bool centred, int64_t cols) const {
+  SCOPED_TRACE(std::string(dtype_name(type)) + (bias ? " bias " : " none ") +
+               (centred ? "centred " : "") + std::to_string(cols));
+  Random random(6);
+  const auto real = [&] { return random.real(); };
+  const int64_t rows = 150;  // more than one block of a sum
+  const DType sums = type == DType::kFloat64 ? type : DType::kFloat32;
+  const Operand z = Operand::matrix(type, rows, cols, Layout::kDense, real);
+  const Operand dy = Operand::matrix(type, rows, cols, Layout::kPadded, real);
+  const Operand gain = Operand::vector(sums, cols, Layout::kDense, real);
+  const Operand b = Operand::vector(type, cols, Layout::kDense, real);
+  const Operand y = Operand::output(type, rows, cols), dz = Operand::output(type, rows, cols);
+  const Operand dgain = Operand::vector_output(sums, cols);
+  const Operand dbias = Operand::vector_output(type, cols);
+  TestHost host;
+  const ScopedEnv forced("LORAACCEL_FORCE_KERNEL", kernel_->name);
+  const TensorView offset = bias ? b.view() : TensorView();
+  const Status status =
+      column_gain_forward(context(&host, 3), {z.view(), gain.view(), offset, y.view(), centred});
+  const Status back = column_gain_backward(
+      context(&host, 3), {dy.view(), z.view(), gain.view(), offset, dz.view(), dgain.view(),
+                          bias ? dbias.view() : TensorView(), centred});
+  if (status.code() == StatusCode::kKernelUnavailable) {
+    EXPECT_EQ(type, DType::kFloat64) << status.message();
+    return;
+  }
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_TRUE(back.ok()) << back.message();
+  const double u = 2 * roundoff(type);
+  const double tiny = type == DType::kFloat16 ? 0x1p-24 : 0;  // below its normal numbers
+  for (int64_t n = 0; n < cols; ++n) {
+    const double g = gain.at(n), at = bias ? b.at(n) : 0;
+    double sum = 0, terms = 0, grads = 0, sizes = 0;
+    for (int64_t m = 0; m < rows; ++m) {
+      const double v = z.at(m, n), up = dy.at(m, n);
+      const double value = centred ? v + (g - 1) * (v - at) : g * v + at;
+      const double size = std::abs(v) + (std::abs(g) + 1) * (std::abs(v) + std::abs(at));
+      EXPECT_NEAR(y.at(m, n), value, u * std::abs(value) + 0x1p-22 * size + tiny);
+      EXPECT_NEAR(dz.at(m, n), g * up, u * std::abs(g * up) + tiny);
+      sum += up * (centred ? v - at : v);
+      terms += std::abs(up) * (std::abs(v) + std::abs(at));
+      grads += up;
+      sizes += std::abs(up);
+    }
+    EXPECT_NEAR(dgain.at(n), sum, 0x1p-18 * terms);
+    if (bias) {
+      const double wanted = (centred ? 1 - g : 1) * grads;
+      EXPECT_NEAR(dbias.at(n), wanted,
+                  u * std::abs(wanted) + 0x1p-18 * (std::abs(g) + 1) * sizes + tiny);
+    }
+  }
+  EXPECT_EQ(host.live_bytes(), 0);
+  EXPECT_TRUE(y.guards_intact() && dz.guards_intact() && dgain.guards_intact());
+}
+
 TEST_P(Dora, ColumnGain) {
   for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
     for (const bool bias : {true, false}) {
-      for (const int64_t cols : {1, 15, 32, 300}) {
-        SCOPED_TRACE(std::string(dtype_name(type)) + (bias ? " bias " : " none ") +
-                     std::to_string(cols));
-        Random random(6);
-        const auto real = [&] { return random.real(); };
-        const int64_t rows = 150;  // more than one block of a sum
-        const DType sums = type == DType::kFloat64 ? type : DType::kFloat32;
-        const Operand z = Operand::matrix(type, rows, cols, Layout::kDense, real);
-        const Operand dy = Operand::matrix(type, rows, cols, Layout::kPadded, real);
-        const Operand gain = Operand::vector(sums, cols, Layout::kDense, real);
-        const Operand b = Operand::vector(type, cols, Layout::kDense, real);
-        const Operand y = Operand::output(type, rows, cols), dz = Operand::output(type, rows, cols);
-        const Operand dgain = Operand::vector_output(sums, cols);
-        const Operand dbias = Operand::vector_output(type, cols);
-        TestHost host;
-        const ScopedEnv forced("LORAACCEL_FORCE_KERNEL", kernel_->name);
-        const TensorView offset = bias ? b.view() : TensorView();
-        const Status status =
-            column_gain_forward(context(&host, 3), {z.view(), gain.view(), offset, y.view()});
-        const Status back = column_gain_backward(
-            context(&host, 3), {dy.view(), z.view(), gain.view(), offset, dz.view(), dgain.view(),
-                                bias ? dbias.view() : TensorView()});
-        if (status.code() == StatusCode::kKernelUnavailable) {
-          EXPECT_EQ(type, DType::kFloat64) << status.message();
-          continue;
-        }
-        ASSERT_TRUE(status.ok()) << status.message();
-        ASSERT_TRUE(back.ok()) << back.message();
-        const double u = 2 * roundoff(type);
-        for (int64_t n = 0; n < cols; ++n) {
-          const double g = gain.at(n), at = bias ? b.at(n) : 0;
-          double sum = 0, terms = 0, grads = 0, sizes = 0;
-          for (int64_t m = 0; m < rows; ++m) {
-            const double v = z.at(m, n), up = dy.at(m, n);
-            const double size = std::abs(v) + std::abs(g - 1) * (std::abs(v) + std::abs(at));
-            EXPECT_NEAR(y.at(m, n), v + (g - 1) * (v - at),
-                        u * std::abs(v + (g - 1) * (v - at)) + 0x1p-22 * size);
-            EXPECT_NEAR(dz.at(m, n), g * up, u * std::abs(g * up) + 0x1p-22 * 3 * std::abs(up));
-            sum += up * (v - at);
-            terms += std::abs(up) * (std::abs(v) + std::abs(at));
-            grads += up;
-            sizes += std::abs(up);
-          }
-          EXPECT_NEAR(dgain.at(n), sum, 0x1p-18 * terms);
-          if (bias) {
-            EXPECT_NEAR(dbias.at(n), (1 - g) * grads,
-                        u * std::abs((1 - g) * grads) + 0x1p-18 * std::abs(1 - g) * sizes);
-          }
-        }
-        EXPECT_EQ(host.live_bytes(), 0);
-        EXPECT_TRUE(y.guards_intact() && dz.guards_intact() && dgain.guards_intact());
+      for (const bool centred : {true, false}) {
+        for (const int64_t cols : {1, 15, 32, 300}) check_gain(type, bias, centred, cols);
       }
     }
   }
 }
 
-// With a gain of 1 the output is the input, bit for bit.
+// Centred, with a gain of 1, the output is the input, bit for bit.
 TEST_P(Dora, GainOfOne) {
   std::vector<float> z(40), gain(8, 1), bias(8), y(40);
   Random random(8);
@@ -153,12 +162,12 @@ TEST_P(Dora, GainOfOne) {
   for (float& v : bias) v = static_cast<float>(random.real());
   TestHost host;
   const ScopedEnv forced("LORAACCEL_FORCE_KERNEL", kernel_->name);
-  ASSERT_TRUE(
-      column_gain_forward(context(&host, 2), {TensorView::matrix(z.data(), DType::kFloat32, 5, 8),
-                                              TensorView::vector(gain.data(), DType::kFloat32, 8),
-                                              TensorView::vector(bias.data(), DType::kFloat32, 8),
-                                              TensorView::matrix(y.data(), DType::kFloat32, 5, 8)})
-          .ok());
+  ASSERT_TRUE(column_gain_forward(context(&host, 2),
+                                  {TensorView::matrix(z.data(), DType::kFloat32, 5, 8),
+                                   TensorView::vector(gain.data(), DType::kFloat32, 8),
+                                   TensorView::vector(bias.data(), DType::kFloat32, 8),
+                                   TensorView::matrix(y.data(), DType::kFloat32, 5, 8), true})
+                  .ok());
   EXPECT_EQ(y, z);
 }
 

@@ -1,29 +1,38 @@
 // A factor for each column, one row at a time. Included by simd-inl.h.
 
 template <class T>
-void gain_of(const T* z, const float* more, const float* offset, T* y, int64_t n) {
+void gain_of(const GainRow& row) {
+  const T* z = static_cast<const T*>(row.z);
+  T* y = static_cast<T*>(row.y);
+  const auto part = [&](int64_t j, const auto& load, const auto& store) {
+    const V::F v = load(z + j);
+    const V::F from = row.offset == nullptr ? v : V::add(v, load(row.offset + j));
+    V::F sum = row.add == nullptr ? V::zero() : load(row.add + j);
+    if (row.keep) sum = V::add(sum, v);
+    store(y + j, V::fma(load(row.gain + j), from, sum));
+  };
   int64_t j = 0;
-  for (; j + V::kLanes <= n; j += V::kLanes) {
-    const V::F v = V::load(z + j);
-    const V::F from = offset == nullptr ? v : V::add(v, V::load(offset + j));
-    V::store(y + j, V::fma(V::load(more + j), from, v));
+  for (; j + V::kLanes <= row.count; j += V::kLanes) {
+    part(
+        j, [](const auto* p) { return V::load(p); },
+        [](auto* p, const V::F& v) { V::store(p, v); });
   }
-  if (j < n) {
-    const int rest = (int)(n - j);
-    const V::F v = V::load_n(z + j, rest);
-    const V::F from = offset == nullptr ? v : V::add(v, V::load_n(offset + j, rest));
-    V::store_n(y + j, V::fma(V::load_n(more + j, rest), from, v), rest);
+  if (j < row.count) {
+    const int n = (int)(row.count - j);
+    part(
+        j, [n](const auto* p) { return V::load_n(p, n); },
+        [n](auto* p, const V::F& v) { V::store_n(p, v, n); });
   }
 }
 
-void gain(DType dtype, const void* z, const float* more, const float* offset, void* y, int64_t n) {
-  switch (dtype) {
+void gain(const GainRow& row) {
+  switch (row.dtype) {
     case DType::kBFloat16:
-      return gain_of(static_cast<const BFloat16*>(z), more, offset, static_cast<BFloat16*>(y), n);
+      return gain_of<BFloat16>(row);
     case DType::kFloat16:
-      return gain_of(static_cast<const Float16*>(z), more, offset, static_cast<Float16*>(y), n);
+      return gain_of<Float16>(row);
     default:
-      return gain_of(static_cast<const float*>(z), more, offset, static_cast<float*>(y), n);
+      return gain_of<float>(row);
   }
 }
 

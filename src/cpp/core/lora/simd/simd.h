@@ -68,6 +68,18 @@ struct ActivationRow {
   void* dup;
 };
 
+// A row of factors for columns:  y = [z +] gain (z + offset) + add.
+struct GainRow {
+  DType dtype;  // of z and y, up to 32 bits
+  int64_t count;
+  const void* z;
+  const float* gain;
+  const float* offset;  // or null
+  const float* add;     // or null
+  bool keep;            // z itself is part of the sum
+  void* y;
+};
+
 constexpr int kMaxPanelWidth = 32;  // of all tables
 
 struct LoraSimd {
@@ -96,9 +108,7 @@ struct LoraSimd {
   void (*dropout_add)(const float* t, int64_t t_stride, const DropoutBlock& block, DType c_dtype,
                       void* c, int64_t c_stride);
   void (*activate)(Activation kind, const ActivationRow& row);
-  // y[j] = z[j] + more[j] (z[j] + offset[j]), j < n; y is of z's type, offset may be null.
-  void (*gain)(DType dtype, const void* z, const float* more, const float* offset, void* y,
-               int64_t n);
+  void (*gain)(const GainRow& row);
   // sums[j] += a[j] b[j], or a[j] where b is null.
   void (*multiply_sums)(DType dtype, const void* a, const void* b, float* sums, int64_t n);
 };
