@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loraaccel._embedding import lora_embedding
     from loraaccel._loha import loha_conv2d, loha_linear
     from loraaccel._lokr import lokr_conv2d, lokr_linear
+    from loraaccel._norms import MaxNorm, ggpo_linear, ggpo_norms, limit_norms, lora_norm, lora_row_norms
     from loraaccel._split import lora_linear_split
     from loraaccel.ops import (
         LoraWeights,
@@ -31,13 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoraWeights",
+    "MaxNorm",
     "ModuleReport",
     "PatchReport",
     "__version__",
     "disabled",
     "dora_linear",
+    "ggpo_linear",
+    "ggpo_norms",
     "info",
     "kernels",
+    "limit_norms",
     "loha_conv2d",
     "loha_linear",
     "lokr_conv2d",
@@ -49,7 +54,9 @@ __all__ = [
     "lora_linear_batched",
     "lora_linear_split",
     "lora_mlp",
+    "lora_norm",
     "lora_qkv",
+    "lora_row_norms",
     "patch",
     "set_num_threads",
     "set_packing",
@@ -58,6 +65,12 @@ __all__ = [
 
 # Names that need torch are loaded at first use.
 _LAZY = {
+    "lora_norm": "loraaccel._norms",
+    "lora_row_norms": "loraaccel._norms",
+    "limit_norms": "loraaccel._norms",
+    "ggpo_norms": "loraaccel._norms",
+    "ggpo_linear": "loraaccel._norms",
+    "MaxNorm": "loraaccel._norms",
     "dora_linear": "loraaccel._dora",
     "lora_conv2d": "loraaccel._conv2d",
     "lora_embedding": "loraaccel._embedding",

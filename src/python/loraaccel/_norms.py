@@ -1,0 +1,142 @@
+"""Norms of a LoRA update without making its matrix, and what trainers do with them: the limit on norms, GGPO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loraaccel import _state
+from loraaccel._autograd import _below_autograd
+from loraaccel._checks import check_matrix, check_operands, number
+from loraaccel._dora import norms_op
+from loraaccel.ops import lora_linear, lora_linear_adapters
+
+
+def lora_norm(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tensor:
+    """Frobenius norm of scaling · B A, a number in float32 (float64 for float64), without gradients.
+
+    lora_A [R, K], lora_B [N, R], or a convolution's [R, C, kh, kw] and [N, R, 1, 1]. By Gram matrices,
+    ‖B A‖² = Σ (Bᵀ B) ∘ (A Aᵀ): R² (N + K) multiplications instead of N K R, and nothing of size N K.
+    RuntimeError for other shapes.
+    """
+    a, b = _factors("lora_norm", lora_A, lora_B)
+    with torch.no_grad():
+        sums = torch.float64 if a.dtype == torch.float64 else torch.float32
+        a, b = a.to(sums), b.to(sums)
+        square = ((b.t() @ b).double() * (a @ a.t()).double()).sum()
+        return (square.clamp_min(0.0).sqrt() * abs(number("lora_norm", scaling))).to(sums)
+
+
+def lora_row_norms(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tensor:
+    """Norms of the rows of scaling · B A, [N], in float32 (float64 for float64), without gradients. Operands and errors
+    as of `lora_norm`."""
+    a, b = _factors("lora_row_norms", lora_A, lora_B)
+    scale = number("lora_row_norms", scaling)
+    with torch.no_grad():
+        if _state.off():
+            sums = torch.float64 if a.dtype == torch.float64 else torch.float32
+            return torch.linalg.norm(scale * (b.to(sums) @ a.to(sums)), dim=1)
+        with _below_autograd():
+            return norms_op(None, [a.detach()], [b.detach()], [scale])
+
+
+class MaxNorm(NamedTuple):
+    """What `limit_norms` did."""
+
+    scaled: int  # pairs that were above the limit
+    mean: float  # of the norms afterwards
+    largest: float
+
+
+def limit_norms(
+    lora_As: Sequence[Tensor], lora_Bs: Sequence[Tensor], scalings: Sequence[float], max_norm: float
+) -> MaxNorm:
+    """Scales the pairs whose update scaling · B A has a norm above ``max_norm`` down to it, in place: A and B alike, by
+    the square root of the ratio (kohya's scale_weight_norms). Norms by `lora_norm`: no matrix of an update's size is made.
+
+    ValueError for sequences of different lengths or a limit that is not positive.
+    """
+    if len({len(lora_As), len(lora_Bs), len(scalings)}) != 1:
+        raise ValueError(
+            f"limit_norms: {len(lora_As)} lora_As, {len(lora_Bs)} lora_Bs and {len(scalings)} scalings, expected as "
+            "many of each"
+        )
+    if not max_norm > 0:
+        raise ValueError(f"limit_norms: max_norm is {max_norm}, expected a positive number")
+    if not lora_As:
+        return MaxNorm(0, 0.0, 0.0)
+    norms = torch.stack([lora_norm(a, b, s) for a, b, s in zip(lora_As, lora_Bs, scalings, strict=True)])
+    ratios = (max_norm / norms.clamp_min(max_norm)).tolist()
+    scaled = 0
+    with torch.no_grad():
+        for a, b, ratio in zip(lora_As, lora_Bs, ratios, strict=True):
+            if ratio != 1.0:
+                scaled += 1
+                a.mul_(ratio**0.5)
+                b.mul_(ratio**0.5)
+    after = norms * torch.tensor(ratios, dtype=norms.dtype)
+    return MaxNorm(scaled, float(after.mean()), float(after.max()))
+
+
+def ggpo_norms(
+    lora_A: Tensor, lora_B: Tensor, grad_A: Tensor, grad_B: Tensor, scaling: float, weight_norm: float
+) -> tuple[Tensor, Tensor]:
+    """What GGPO (kohya's Flux networks) asks of a layer after a step: combined norms √(weight_norm² + ‖(B A)_n‖²) and
+    gradient norms ‖scaling · (B dA + dB A)_n‖ of each row, [N] each, without a matrix of the update's size.
+
+    weight_norm: the estimate of the frozen rows' norm.
+    """
+    rows = lora_row_norms(lora_A, lora_B)
+    combined = (rows.square() + float(weight_norm) ** 2).sqrt()
+    down = torch.cat([grad_A.to(lora_A.dtype), lora_A.detach()], 0)
+    up = torch.cat([lora_B.detach(), grad_B.to(lora_B.dtype)], 1)
+    return combined, lora_row_norms(down, up, scaling)
+
+
+def ggpo_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    *,
+    sigma: float,
+    beta: float,
+    combined_norms: Tensor,
+    grad_norms: Tensor,
+    hidden_dropout: float = 0.0,
+    rank_dropout: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """A LoRA linear layer with a random perturbation of its weight in training (gradient-guided, GGPO):
+    y = lora_linear(...) + x Pᵀ,  P = randn(N, K) ∘ (sigma · combined_norms + beta · grad_norms²) / √N, row by row.
+
+    The perturbation is no part of the gradients, that of x included, as in kohya's networks. Its numbers come from
+    torch's generator. combined_norms and grad_norms [N]: see `ggpo_norms`. The rest as of `lora_linear`.
+    """
+    y = lora_linear(
+        x, weight, bias, lora_A, lora_B, scaling, hidden_dropout=hidden_dropout, rank_dropout=rank_dropout,
+        training=training,
+    )  # fmt: skip
+    if not training:
+        return y
+    check_operands("ggpo_linear", {"combined_norms": combined_norms, "grad_norms": grad_norms}, x)
+    with torch.no_grad():
+        spread = (sigma * combined_norms.flatten() + beta * grad_norms.flatten().square()) / weight.shape[
+            0
+        ] ** 0.5
+        perturbation = torch.randn_like(weight).mul_(spread.to(weight.dtype)[:, None])
+        moved = lora_linear_adapters(x.detach(), perturbation, None, (), (), [], [])
+    return y + moved
+
+
+def _factors(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    check_operands(op, {"lora_A": a, "lora_B": b}, a)
+    a, b = (t.flatten(1) if t.dim() > 2 else t for t in (a, b))
+    check_matrix(op, "lora_A", a, None, None)
+    check_matrix(op, "lora_B", b, None, a.shape[0])
+    return a, b
