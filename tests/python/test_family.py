@@ -237,7 +237,7 @@ def test_compiled(name: str) -> None:
     leaves = operands(shapes, F32)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for a, b in zip(gradients(compiled, leaves), gradients(ours, leaves), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # (a convolution is not one product there)
     torch._dynamo.reset()
 
 

@@ -111,6 +111,42 @@ def test_vt4_compiled_follows_scale_adapter_and_switches(fresh_dynamo: None) -> 
     assert torch.equal(compiled(x), plain(layer, x))
 
 
+def test_vt4_strengths_and_swaps_do_not_compile_again(fresh_dynamo: None) -> None:
+    """Python numbers: once, at the first change, as PEFT itself; a hot-swappable model: never."""
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    x = x_of(5, 24)
+    model = lora_host()
+    loraaccel.patch(model, strict=True)
+    layer = the_layer(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    for strength in (1.0, 0.5, 2.0, 0.25, 0.0, 3.0):
+        layer.set_scale("default", strength)
+        torch.testing.assert_close(compiled(x), plain(layer, x), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+    model = lora_host(r=4)
+    prepare_model_for_compiled_hotswap(model, target_rank=8)
+    loraaccel.patch(model, strict=True)
+    layer = the_layer(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    for strength in (1.0, 0.5, 0.0):
+        layer.scaling["default"].fill_(strength)
+        torch.testing.assert_close(compiled(x), plain(layer, x), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():  # another adapter, of rank 6, padded with zeros
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        a.copy_(torch.randn_like(a))[6:] = 0
+        b.copy_(torch.randn_like(b))[:, 6:] = 0
+        layer.scaling["default"].fill_(8 / 6)
+    torch.testing.assert_close(compiled(x), plain(layer, x), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+    names = [str(n.target) for g in counter.graphs for n in g.graph.nodes]
+    assert names.count("loraaccel.lora_linear.default") == 1
+
+
 def test_compiled_dropout_draws_new_masks(fresh_dynamo: None) -> None:
     layer = the_layer(lora_host(32, 32, r=32, bias=False, lora_dropout=0.5))
     loraaccel.patch(layer)

@@ -39,6 +39,15 @@ def _run(base: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float, channels_
         return forward_op(base, hidden, lora_b, scaling, channels_first)
 
 
+def gradients(
+    grad: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float, need_hidden: bool, need_b: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of hidden and B, for dense [S, N, ...]; nothing is recorded."""
+    with _below_autograd():
+        wanted = iter(backward_op(grad, hidden, lora_b, scaling, True, [need_hidden, need_b]))
+    return next(wanted) if need_hidden else None, next(wanted) if need_b else None
+
+
 @torch.library.register_fake("loraaccel::lora_expand")
 def _forward_fake(
     base: Tensor, hidden: Tensor, lora_B: Tensor, scaling: float, channels_first: bool

@@ -55,7 +55,7 @@ def limit_norms(
     lora_As: Sequence[Tensor], lora_Bs: Sequence[Tensor], scalings: Sequence[float], max_norm: float
 ) -> MaxNorm:
     """Scales pairs whose update scaling · B A has a norm above ``max_norm`` down to it, in place: A and B alike, by
-    the square root of the ratio (kohya's scale_weight_norms). Norms by `lora_norm`: no matrix of an update's size is made.
+    the square root of the ratio (kohya's scale_weight_norms). Norms by `lora_norm`, without the update's matrix.
 
     ValueError for sequences of different lengths or a limit that is not positive.
     """

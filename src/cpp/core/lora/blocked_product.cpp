@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lora/packed_weight.h"
+#include "lora/pixel_columns.h"
 
 namespace loraaccel {
 namespace {
@@ -126,6 +127,13 @@ class BlockedProduct {
                   float* packed) const {
     const int64_t col = index * simd_.width;
     const ProductRight& right = output.rights[block.term];
+    if (right.columns != nullptr) {
+      const auto count = static_cast<int>(std::min<int64_t>(simd_.width, output.out->cols() - col));
+      right.columns->pack(simd_, col, count, block.begin, block.depth, pairs_, packed);
+      if (right.packed)
+        right.packed(index, packed, block.begin, block.words, &block == &blocks_[0]);
+      return;
+    }
     PanelSource source;
     source.data =
         right.transposed ? right.rows.at(col, block.begin) : right.rows.at(block.begin, col);
@@ -135,6 +143,13 @@ class BlockedProduct {
     source.count = static_cast<int>(std::min<int64_t>(simd_.width, output.out->cols() - col));
     source.depth = block.depth;
     simd_.pack(source, pairs_, packed);
+  }
+
+  // Columns that somebody hears of are packed by one thread only.
+  bool gathers() const {
+    return std::ranges::any_of(outputs_, [](const ProductOutput& o) {
+      return !o.rights.empty() && o.rights[0].columns != nullptr;
+    });
   }
 
   // Panel `first + i`, the i-th of a chunk.
@@ -157,7 +172,8 @@ class BlockedProduct {
     const int64_t threads = ctx_.num_threads;
     const int64_t tiles = ceil_div(rows_, simd_.rows);
     int64_t best = INT64_MAX;
-    for (int64_t parts = 1; parts <= std::min(threads, tiles); ++parts) {
+    const int64_t most_parts = gathers() ? 1 : std::min(threads, tiles);
+    for (int64_t parts = 1; parts <= most_parts; ++parts) {
       const int64_t per_thread = ceil_div(panels_, std::min(panels_, threads / parts));
       const int64_t cost = per_thread * (ceil_div(rows_, parts) + kPackingRows);
       if (cost < best) {

@@ -7,6 +7,7 @@
 // dy_t for each and one output, dx.
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include "lora/lora_rank.h"
@@ -16,6 +17,7 @@
 namespace loraaccel {
 
 class PackedWeight;
+class PixelColumns;
 
 struct ProductTerm {
   AnyRows left;  // [rows, depth]
@@ -26,6 +28,11 @@ struct ProductTerm {
 struct ProductRight {
   AnyRows rows;
   bool transposed = false;
+  // In their place: columns that are gathered where they are packed, and what to do with every packed panel before it is
+  // multiplied: packed(panel, data, first element of the depth, words, is it the panel's first part). It runs once
+  // for each panel and part at a time.
+  const PixelColumns* columns = nullptr;
+  std::function<void(int64_t, const void*, int64_t, int64_t, bool)> packed = {};
 };
 
 struct ProductOutput {

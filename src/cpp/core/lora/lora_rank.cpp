@@ -157,6 +157,15 @@ Status RankPanels::prepare(const LoraSimd& simd, const ExecContext& ctx, const c
                                                                              : out_of_memory(op);
 }
 
+Status RankPanels::allocate(const LoraSimd& simd, const ExecContext& ctx, const char* op,
+                            int64_t columns, int64_t depth) {
+  width_ = simd.width;
+  columns_ = columns;
+  depth_ = depth;
+  return panels_.allocate(ctx, ceil_div(columns_, width_) * depth_ * width_) ? Status()
+                                                                             : out_of_memory(op);
+}
+
 Tasks RankPanels::tasks() {
   if (depth_ == 0) return {};
   // Each is small: several in one task.

@@ -76,6 +76,11 @@ class RankPanels {
   int64_t depth() const { return depth_; }
   const float* panel(int64_t index) const { return panels_.data() + index * depth_ * width_; }
 
+  // Instead of prepare() and the tasks: panels that the caller fills.
+  Status allocate(const LoraSimd& simd, const ExecContext& ctx, const char* op, int64_t columns,
+                  int64_t depth);
+  float* writable(int64_t index) { return panels_.data() + index * depth_ * width_; }
+
  private:
   struct Part {
     AnyRows source;

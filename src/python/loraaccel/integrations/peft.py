@@ -135,10 +135,14 @@ def _operands(
             return "dropout_class"
         if isinstance(scaling, Tensor):
             # A hot-swappable model keeps it in a tensor, so that compiled code need not be compiled again for another.
-            if compiling or scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
+            if scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
                 return "scaling_type"
-            scaling = scaling.item()
-        if not math.isfinite(scaling):
+            if not compiling:
+                scaling = scaling.item()
+        if compiling:
+            a_weight, b_weight = scaled_factors(a_weight, b_weight, scaling)
+            scaling = 1.0
+        elif not math.isfinite(scaling):
             return "scaling_type"
         lora_a.append(a_weight)
         lora_b.append(b_weight)
@@ -150,6 +154,13 @@ def _operands(
         return "zero_scaling"  # exactly the frozen layer's output, bit for bit, is what that is for
     weight, bias = _weight_and_bias(base)
     return weight, bias, lora_a, lora_b, scalings, dropouts
+
+
+def scaled_factors(a: Tensor, b: Tensor, scaling: float | Tensor) -> tuple[Tensor, Tensor]:
+    """A, and B times the scale, for compiled code: a scale that is an argument of the operator is a constant there, and
+    each change of strength would compile again. In float32 for 16-bit adapters, so that nothing is rounded."""
+    sums = torch.float64 if a.dtype == torch.float64 else torch.float32
+    return a.to(sums), b.to(sums) * scaling
 
 
 def _weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

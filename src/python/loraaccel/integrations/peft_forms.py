@@ -30,7 +30,7 @@ _FOREIGN = {
 }  # fmt: skip
 _FORWARDS: dict[Any, Any] = {nn.Linear: peft._linear_forward, nn.Conv2d: nn.Conv2d.forward}
 # Reasons of `peft.fused_call` after which another form may serve.
-SECOND_LOOK = frozenset({"variant", "lora_bias", "base_class", "hooks", "scaling_type"})
+SECOND_LOOK = frozenset({"variant", "lora_bias", "base_class", "hooks"})
 
 
 class Form(NamedTuple):
@@ -161,12 +161,12 @@ def _active(module: Any, names: Sequence[str], wanted: Any, compiling: bool) -> 
                 return "scaling_type"
             if not compiling:
                 scaling = scaling.item()
-        if not isinstance(scaling, Tensor) and not math.isfinite(scaling):
+        if not compiling and not math.isfinite(scaling):
             return "scaling_type"
         found.append(Adapter(name, a, b, scaling, p))
     if not found:
         return "no_active_adapter"
-    if all(not isinstance(ad.scaling, Tensor) and ad.scaling == 0 for ad in found):
+    if not compiling and all(ad.scaling == 0 for ad in found):
         return "zero_scaling"
     return found
 
@@ -195,13 +195,12 @@ def _number(scaling: float | Tensor) -> float:
 
 
 def _factors(ad: Adapter) -> tuple[Tensor, Tensor, float]:
-    """A, B and scale. A scale that is a tensor (a hot-swappable model under torch.compile) is multiplied into B, in
-    float32 so that nothing is rounded, and compiled code is right for any value."""
-    a, b = ad.a.weight, ad.b.weight
-    if not isinstance(ad.scaling, Tensor):
-        return a, b, float(ad.scaling)
-    sums = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return a.to(sums), b.to(sums) * ad.scaling.to(sums), 1.0
+    """A, B and scale."""
+    a: Any = ad.a.weight
+    b: Any = ad.b.weight
+    if torch.compiler.is_compiling():
+        return (*peft.scaled_factors(a, b, ad.scaling), 1.0)
+    return a, b, float(ad.scaling)
 
 
 def _dtypes(adapters: Sequence[Adapter]) -> tuple[torch.dtype, ...]:
@@ -441,7 +440,18 @@ def _convolution(module: Any, x: Tensor, adapters: Sequence[Adapter]) -> Form | 
         return "dtype" if x.dim() == 4 else "extra_arguments"
     casts = getattr(module, "cast_input_dtype_enabled", True)
 
+    several = len(adapters) > 1 or torch.compiler.is_compiling()
+    whole = not several and not adapters[0].p and _same_geometry(module.base_layer, adapters[0].a)
+
     def run() -> Tensor:
+        if whole:
+            frozen, ad = module.base_layer, adapters[0]
+            geometry = frozen.stride, frozen.padding, frozen.dilation
+            a: Any = ad.a.weight
+            b: Any = ad.b.weight
+            y = _conv2d.whole_conv(x, frozen.weight, frozen.bias, a, b, float(ad.scaling), geometry)
+            if y is not None:
+                return y
         base = module.base_layer(x)
         # A and B of all adapters side by side: one update, rounded once.
         hidden, ups, given = [], [], x
@@ -450,15 +460,29 @@ def _convolution(module: Any, x: Tensor, adapters: Sequence[Adapter]) -> Form | 
                 given = given.to(ad.a.weight.dtype)
             h = ad.a(F.dropout(given, ad.p) if ad.p else given)
             up = _conv2d._up(ad.b.weight, h.shape[1])
-            if len(adapters) > 1 or isinstance(ad.scaling, Tensor):
+            if several:
                 up = up.float() * ad.scaling if up.dtype != torch.float64 else up * ad.scaling
             hidden.append(h)
             ups.append(up)
-        if len(adapters) == 1 and not isinstance(adapters[0].scaling, Tensor):
+        if not several:
             return _expand.expand_channels(base, hidden[0], ups[0], float(adapters[0].scaling))
         return _expand.expand_channels(base, torch.cat(hidden, 1), torch.cat(ups, 1), 1.0)
 
     return Form("lora_conv2d", run, any(ad.p for ad in adapters), _dtypes(adapters))
+
+
+def _same_geometry(frozen: Any, a: Any) -> bool:
+    """A plain frozen convolution of one group, and an A that looks at the same pixels: one product may do for both."""
+    return (
+        type(frozen) is nn.Conv2d
+        and nn.Conv2d.forward is _FORWARDS[nn.Conv2d]
+        and "forward" not in frozen.__dict__
+        and not peft._has_hooks(frozen)
+        and frozen.groups == a.groups == 1
+        and frozen.padding_mode == a.padding_mode == "zeros"
+        and (frozen.stride, frozen.padding, frozen.dilation) == (a.stride, a.padding, a.dilation)
+        and _plain_weights(frozen, False)
+    )
 
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------

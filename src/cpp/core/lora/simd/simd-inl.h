@@ -321,9 +321,10 @@ void outer(const float* left, int64_t left_stride, DType right_dtype, const void
 #include "lora/simd/dot-inl.h"
 #include "lora/simd/dropout-inl.h"
 #include "lora/simd/gain-inl.h"
+#include "lora/simd/gather-inl.h"
 #include "lora/simd/pack-inl.h"
 
-const LoraSimd kTable = {kWidth, V::kRows, V::kPairs,   pack,     product, widen,        dot,
-                         outer,  dropout,  dropout_add, activate, gain,    multiply_sums};
+const LoraSimd kTable = {kWidth, V::kRows, V::kPairs,   pack,     product, widen, dot,
+                         outer,  dropout,  dropout_add, activate, gather,  gain,  multiply_sums};
 
 #undef LORAACCEL_INLINE

@@ -55,6 +55,27 @@ struct PanelSource {
   int64_t depth;  // elements, not words
 };
 
+// Where the pixels of a panel lie in the channels of an image, for each place of a kernel: runs of neighbours. Term k of a
+// sum is place k % places of channel k / places; what no run covers is zero.
+struct PixelRun {
+  int to, count;
+  int64_t from;
+};
+struct PixelPlace {
+  const PixelRun* runs;
+  int count;
+  bool full;  // the runs cover a whole panel
+};
+struct PixelSource {
+  DType dtype;  // float32, bfloat16, float16
+  const void* image;
+  int64_t channel;  // elements between channels
+  const PixelPlace* places;
+  int64_t count;  // of places
+  int64_t begin;  // first term
+  int64_t depth;  // terms
+};
+
 // Neighbouring elements of an MLP, all of one type up to 32 bits:  t = act(gate) * up, or, where `dt` is given,
 // dgate = dt * up * act'(gate) and dup = dt * act(gate). Without up its place is taken by 1. dup may be dt.
 struct ActivationRow {
@@ -108,6 +129,8 @@ struct LoraSimd {
   void (*dropout_add)(const float* t, int64_t t_stride, const DropoutBlock& block, DType c_dtype,
                       void* c, int64_t c_stride);
   void (*activate)(Activation kind, const ActivationRow& row);
+  // A panel of pixels: panel[k][j] is term begin + k of pixel j.
+  void (*gather)(const PixelSource& source, bool pairs, void* panel);
   void (*gain)(const GainRow& row);
   // sums[j] += a[j] b[j], or a[j] where b is null.
   void (*multiply_sums)(DType dtype, const void* a, const void* b, float* sums, int64_t n);
