@@ -268,3 +268,37 @@ def test_of_lora_delta_and_the_convolution() -> None:
     keep = (torch.rand((2, 4)) > 0.4)[..., None, None]
     want = F.conv2d(image, w, None, 1, 1) + F.conv2d(h * keep, up) * SCALING * (1 / (1 - 0.4))
     torch.testing.assert_close(got, want)
+
+
+def test_scaled_rank_dropout_of_everything_is_the_frozen_layer() -> None:
+    """LyCORIS divides 0 by 0 there."""
+    x, w, a, b = torch.randn(3, 8), torch.randn(6, 8), torch.randn(4, 8), torch.randn(6, 4)
+    y = lora_linear(x, w, None, a, b, rank_dropout=1.0, rank_dropout_dialect="lycoris_scaled")
+    torch.testing.assert_close(y, F.linear(x, w))
+    off = lora_linear(x, w, None, a, b, rank_dropout=1.0, rank_dropout_dialect="lycoris", training=False)
+    torch.testing.assert_close(off, lora_linear(x, w, None, a, b))
+    with pytest.raises(
+        ValueError, match="rank_dropout_dialect is 'peft', expected one of 'kohya', 'lycoris'"
+    ):
+        lora_linear(x, w, None, a, b, rank_dropout=0.5, rank_dropout_dialect="peft")
+    with pytest.raises(RuntimeError, match=r"rank_dropout is 1\.5, expected a probability"):
+        lora_linear(x, w, None, a, b, rank_dropout=1.5, rank_dropout_dialect="lycoris")
+
+
+def test_lycoris_rank_dropout_in_16_bit_is_rounded_once_and_compiles() -> None:
+    x, w, a, b = (torch.randn(s).bfloat16() for s in ((64, 32), (48, 32), (8, 32), (48, 8)))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return lora_linear(x, w, None, a, b, 2.0, rank_dropout=0.4, rank_dropout_dialect="lycoris_scaled")
+
+    torch.manual_seed(3)
+    y = layer(x)
+    torch.manual_seed(3)
+    mask = (torch.rand(8) > 0.4).double()
+    exact = (
+        x.double() @ w.double().T + 2.0 * ((x.double() @ a.double().T) * mask / mask.mean()) @ b.double().T
+    )
+    assert (y.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(3)
+    torch.testing.assert_close(compiled(x), y, rtol=0.0, atol=0.0)

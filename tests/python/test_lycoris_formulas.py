@@ -105,3 +105,70 @@ def test_vm_alpha_modules_as_lycoris_trains_them() -> None:
     leaves = [lokr.lokr_w1, *second]
     ours = la.lokr_linear(x, other.weight, other.bias, lokr.lokr_w1, second, 1 / 2)
     check(ours, lokr(x), leaves)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rank_dropout_drops_what_lycoris_drops(scaled: bool) -> None:
+    """In bypass mode of LoCon whole ranks, of LoHa and LoKr rows of the update; under one seed the same ones."""
+    from lycoris.modules.locon import LoConModule
+    from lycoris.modules.loha import LohaModule
+    from lycoris.modules.lokr import LokrModule
+
+    torch.manual_seed(0)
+    options = {"rank_dropout": 0.4, "rank_dropout_scale": scaled}
+    dialect = {"rank_dropout": 0.4, "rank_dropout_dialect": "lycoris_scaled" if scaled else "lycoris"}
+
+    def layer(made: Any, conv: bool = False) -> Any:
+        module = made.double().train()
+        for p in module.parameters():
+            torch.nn.init.normal_(p)
+        return module
+
+    linear, conv = torch.nn.Linear(48, 32).double(), torch.nn.Conv2d(8, 12, 3, padding=1).double()
+    x, image = frozen(3, 5, 48), frozen(2, 8, 6, 6)
+    locon = layer(LoConModule("a", linear, 1.0, lora_dim=8, alpha=4, bypass_mode=True, **options))
+    locon_conv = layer(LoConModule("b", conv, 1.0, lora_dim=8, alpha=4, bypass_mode=True, **options))
+    loha = layer(LohaModule("c", linear, 1.0, lora_dim=4, alpha=2, **options))
+    loha_conv = layer(LohaModule("d", conv, 1.0, lora_dim=4, alpha=2, **options))
+    lokr = layer(LokrModule("e", linear, 1.0, lora_dim=2, alpha=1, factor=4, **options))
+    lokr_conv = layer(LokrModule("f", conv, 1.0, lora_dim=10, alpha=10, factor=4, **options))
+
+    def compare(theirs: Any, ours: Any, leaves: list[Tensor]) -> None:
+        torch.manual_seed(7)
+        wanted = theirs()
+        torch.manual_seed(7)
+        got = ours()
+        check(got, wanted, leaves)
+        assert not torch.equal(got, ours())  # the next draw
+
+    down, up = locon.lora_down.weight, locon.lora_up.weight
+    w, b = linear.weight, linear.bias
+    compare(lambda: locon(x), lambda: la.lora_linear(x, w, b, down, up, 0.5, **dialect), [down, up])
+    base = F.linear(x, w, b)
+    compare(lambda: locon(x), lambda: la.lora_delta(x, base, down, up, 0.5, **dialect), [down, up])
+    down, up = locon_conv.lora_down.weight, locon_conv.lora_up.weight
+    pair = conv.weight, conv.bias
+    compare(
+        lambda: locon_conv(image),
+        lambda: la.lora_conv2d(image, *pair, down, up, 0.5, padding=1, **dialect),
+        [down, up],
+    )
+    four = [loha.hada_w1_a, loha.hada_w1_b, loha.hada_w2_a, loha.hada_w2_b]
+    compare(lambda: loha(x), lambda: la.loha_linear(x, w, b, *four, 0.5, **dialect), four)
+    four = [loha_conv.hada_w1_a, loha_conv.hada_w1_b, loha_conv.hada_w2_a, loha_conv.hada_w2_b]
+    compare(
+        lambda: loha_conv(image),
+        lambda: la.loha_conv2d(image, *pair, *four, 0.5, padding=1, **dialect),
+        four,
+    )
+    second = (lokr.lokr_w2_a, lokr.lokr_w2_b)
+    compare(
+        lambda: lokr(x),
+        lambda: la.lokr_linear(x, w, b, lokr.lokr_w1, second, 0.5, **dialect),
+        [lokr.lokr_w1, *second],
+    )
+    compare(
+        lambda: lokr_conv(image),
+        lambda: la.lokr_conv2d(image, *pair, lokr_conv.lokr_w1, lokr_conv.lokr_w2, 1.0, padding=1, **dialect),
+        [lokr_conv.lokr_w1, lokr_conv.lokr_w2],
+    )

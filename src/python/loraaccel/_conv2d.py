@@ -12,6 +12,7 @@ from torch import Tensor
 from loraaccel import _conv_product, _expand, _state
 from loraaccel._checks import check_operands, check_probabilities, in_force, number
 from loraaccel._eager import rank_mask
+from loraaccel._rank_dropout import shared_ranks
 
 Pair: TypeAlias = int | Sequence[int]
 
@@ -32,6 +33,7 @@ def lora_conv2d(
     input_dropout: float = 0.0,
     hidden_dropout: float = 0.0,
     rank_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
     """LoRA convolution (LoCon):  y = conv(x, W) + bias + scaling · conv1x1(R ∘ H ∘ conv(D(x), A), B).
@@ -58,9 +60,12 @@ def lora_conv2d(
     }
     check_operands(op, {k: v for k, v in operands.items() if v is not None}, x)
     scale = number(op, scaling)
-    p_input, p_hidden, p_rank = in_force(training, input_dropout, hidden_dropout, rank_dropout)
-    check_probabilities(op, input_dropout=p_input, hidden_dropout=p_hidden, rank_dropout=p_rank)
     _check_conv(op, x, weight, lora_A, lora_B, lora_mid, groups)
+    p_input, p_hidden = in_force(training, input_dropout, hidden_dropout)
+    last = lora_A if lora_mid is None else lora_mid
+    last, lora_B, p_rank = shared_ranks(op, last, lora_B, rank_dropout, rank_dropout_dialect, training)
+    lora_A, lora_mid = (last, None) if lora_mid is None else (lora_A, last)
+    check_probabilities(op, input_dropout=p_input, hidden_dropout=p_hidden, rank_dropout=p_rank)
     geometry = stride, padding, dilation
     if lora_mid is None and not (p_input or p_hidden or p_rank):
         y = whole_conv(x, weight, bias, lora_A, lora_B, scale, geometry)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraaccel._checks import check_matrix, check_operands, check_probabilities, in_force, number
+from loraaccel._checks import check_matrix, check_operands, number
 from loraaccel._conv2d import Pair, conv_update
-from loraaccel._eager import rank_mask
+from loraaccel._rank_dropout import row_mask
 from loraaccel.ops import lora_linear_adapters
 
 
@@ -26,13 +26,15 @@ def loha_linear(
     scaling: float = 1.0,
     *,
     rank_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
     """LoHa linear layer:  y = x Wᵀ + bias + x ΔWᵀ,  ΔW = scaling · (w1_a w1_b) ∘ (w2_a w2_b).
 
     w1_a [N, R1], w1_b [R1, K], w2_a [N, R2], w2_b [R2, K]; the rest as of `lora_linear`. ΔW has rank at most R1 R2,
     with factors made of products of rows and of columns: where that is cheaper the layer is a LoRA layer of that rank,
-    else ΔW itself is made. ``rank_dropout`` drops rows of ΔW in training, kept ones times 1 / (1 - p) (kohya, LyCORIS).
+    else ΔW itself is made. ``rank_dropout`` drops rows of ΔW in training, kept ones times 1 / (1 - p) or as
+    ``rank_dropout_dialect`` says, see `lora_linear`.
     Source: Hyeon-Woo et al., "FedPara", 2022; LyCORIS, Yeh et al., 2023.
     """
     op = "loha_linear"
@@ -42,11 +44,9 @@ def loha_linear(
     n, k = weight.shape
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
     scale = number(op, scaling)
-    (p,) = in_force(training, rank_dropout)
-    check_probabilities(op, rank_dropout=p)
     rows = x.numel() // max(k, 1)
     rank = w1_a.shape[1] * w2_a.shape[1]
-    mask = None if p == 0.0 else rank_mask(w1_a.new_empty(n), p)
+    mask = row_mask(op, w1_a, rank_dropout, rank_dropout_dialect, training)
     added = _records(x, w1_a, w1_b, w2_a, w2_b) or _sixteen_bit(x, weight)
     if _factors_pay(rows, n, k, rank, w1_a.shape[1] + w2_a.shape[1], added):
         a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
@@ -113,6 +113,7 @@ def loha_conv2d(
     t1: Tensor | None = None,
     t2: Tensor | None = None,
     rank_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
     """LoHa convolution:  y = conv(x, W + ΔW) + bias,  ΔW = scaling · (w1_a w1_b) ∘ (w2_a w2_b), reshaped as W.
@@ -129,18 +130,16 @@ def loha_conv2d(
         raise ValueError(f"{op}: one of t1 and t2, expected both or neither")
     if t1 is not None and t2 is not None:
         return _tucker(op, x, weight, bias, (w1_a, w1_b, t1), (w2_a, w2_b, t2), scaling, (stride, padding, dilation),
-                       rank_dropout, training)  # fmt: skip
+                       rank_dropout, rank_dropout_dialect, training)  # fmt: skip
     w1_b, w2_b = w1_b.flatten(1), w2_b.flatten(1)
     n, k = weight.shape[0], weight[0].numel()
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
     scale = number(op, scaling)
-    (p,) = in_force(training, rank_dropout)
-    check_probabilities(op, rank_dropout=p)
     geometry = stride, padding, dilation
     base = F.conv2d(x, weight, bias, *geometry)
     pixels = base.shape[0] * base.shape[2:].numel()
     rank = w1_a.shape[1] * w2_a.shape[1]
-    mask = None if p == 0.0 else rank_mask(w1_a.new_empty(n), p)
+    mask = row_mask(op, w1_a, rank_dropout, rank_dropout_dialect, training)
     if _factors_pay(pixels, n, k, rank, w1_a.shape[1] + w2_a.shape[1], _records(x, w1_a, w1_b, w2_a, w2_b)):
         a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
         b = b if mask is None else b * mask[:, None]
@@ -160,6 +159,7 @@ def _tucker(
     scaling: float,
     geometry: tuple[Any, Any, Any],
     rank_dropout: float,
+    dialect: str,
     training: bool,
 ) -> Tensor:
     (w1_a, w1_b, t1), (w2_a, w2_b, t2) = first, second
@@ -170,11 +170,10 @@ def _tucker(
         expected = (a.shape[1], b.shape[0], *weight.shape[2:])
         if tuple(t.shape) != expected:
             raise RuntimeError(f"{op}: t{name} has shape {list(t.shape)}, expected {list(expected)}")
-    (p,) = in_force(training, rank_dropout)
-    check_probabilities(op, rank_dropout=p)
+    mask = row_mask(op, w1_a, rank_dropout, dialect, training)
     down, up = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
-    if p:
-        up = up * rank_mask(w1_a.new_empty(weight.shape[0]), p)[:, None]
+    if mask is not None:
+        up = up * mask[:, None]
     mid = (t1[:, None, :, None] * t2[None, :, None, :]).flatten(2, 3).flatten(0, 1)
     base = F.conv2d(x, weight, bias, *geometry)
     return conv_update(base, x, down[:, :, None, None], up, mid, number(op, scaling), geometry)

@@ -11,6 +11,7 @@ from torch import Tensor
 from loraaccel import _expand
 from loraaccel._checks import check_matrix, check_operands, number
 from loraaccel._conv2d import Pair
+from loraaccel._rank_dropout import row_mask
 from loraaccel.ops import lora_linear_adapters
 
 Factor: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -23,12 +24,17 @@ def lokr_linear(
     w1: Factor,
     w2: Factor,
     scaling: float = 1.0,
+    *,
+    rank_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
+    training: bool = True,
 ) -> Tensor:
     """LoKr linear layer:  y = x Wᵀ + bias + scaling · x (w1 ⊗ w2)ᵀ, ⊗ the Kronecker product.
 
     w1 [a, c] and w2 [b, d], each a tensor or a pair of low-rank factors ([a, R], [R, c]); weight [N, K] with N = a b
     and K = c d. x is read as [..., c, d]: multiplied by w2 along d and by w1 along c, in the order that costs less;
-    w1 ⊗ w2 is never made. Types and errors as in `lora_linear`; y is rounded once more by the update.
+    w1 ⊗ w2 is never made. ``rank_dropout`` drops rows of it as in `loha_linear`. Types and errors as in
+    `lora_linear`; y is rounded once more by the update.
     Source: Edalati et al., "KronA", 2022; LyCORIS, Yeh et al., 2023.
     """
     op = "lokr_linear"
@@ -37,7 +43,19 @@ def lokr_linear(
     (a, c), (b, d) = _factor_shape(op, "w1", w1), _factor_shape(op, "w2", w2)
     check_matrix(op, "weight", weight, a * b, c * d)
     scale = number(op, scaling)
+    mask = row_mask(op, weight, rank_dropout, rank_dropout_dialect, training)
     base = lora_linear_adapters(x, weight, bias, (), (), [], [])
+    if mask is not None:
+        update = lokr_update(x, torch.zeros_like(base), (a, b, c, d), w1, w2, scale)
+        return base + update * mask.to(base.dtype)
+    return lokr_update(x, base, (a, b, c, d), w1, w2, scale)
+
+
+def lokr_update(
+    x: Tensor, base: Tensor, sizes: tuple[int, int, int, int], w1: Factor, w2: Factor, scale: float
+) -> Tensor:
+    """base + scale · x (w1 ⊗ w2)ᵀ on checked operands; sizes: a, b, c, d."""
+    a, b, c, d = sizes
     blocks = x.reshape(-1, c, d)
     dtype = base.dtype
     y = base.reshape(-1, a, b)
@@ -64,12 +82,15 @@ def lokr_conv2d(
     dilation: Pair = 1,
     *,
     t2: Tensor | None = None,
+    rank_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
+    training: bool = True,
 ) -> Tensor:
     """LoKr convolution:  y = conv(x, W + scaling · w1 ⊗ w2) + bias, w1 [a, c] and w2 [b, d, kh, kw].
 
     weight [a b, c d, kh, kw]; w1 and w2 may be pairs of low-rank factors, ([a, R], [R, c]) and ([b, R], [R, d kh kw]).
     With ``t2`` [R, R', kh, kw], Tucker's form, w2 is ([b, R], [R', d]). The c blocks of channels are convolved with w2,
-    and w1 mixes them. Errors as in `lora_conv2d`.
+    and w1 mixes them. Dropout as in `lokr_linear`. Errors as in `lora_conv2d`.
     """
     op = "lokr_conv2d"
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
@@ -99,6 +120,7 @@ def lokr_conv2d(
             f"{op}: t2 has shape {list(t2.shape)}, expected {ranks} first, to go with a pair w2"
         )
     geometry = stride, padding, dilation
+    mask = row_mask(op, weight, rank_dropout, rank_dropout_dialect, training)
     base = F.conv2d(x, weight, bias, *geometry)
     blocks = x.reshape(x.shape[0] * c, d, *x.shape[2:])
     if not torch.is_autocast_enabled(x.device.type):
@@ -109,10 +131,11 @@ def lokr_conv2d(
     if up is not None:
         hidden = F.conv2d(hidden, up[:, :, None, None])
     samples, pixels = x.shape[0], base.shape[2:].numel()
+    under = base if mask is None else torch.zeros_like(base)
     y = _expand.expand_channels(
-        base.reshape(samples, a, b * pixels), hidden.reshape(samples, c, b * pixels), _whole(w1), scale
-    )
-    return y.reshape(base.shape)
+        under.reshape(samples, a, b * pixels), hidden.reshape(samples, c, b * pixels), _whole(w1), scale
+    ).reshape(base.shape)
+    return y if mask is None else base + y * mask.to(y.dtype)[:, None, None]
 
 
 def _named_factors(w1: Factor, w2: Factor) -> dict[str, Tensor]:

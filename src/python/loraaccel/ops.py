@@ -19,6 +19,7 @@ from loraaccel._autograd import (
     forward_op,
 )
 from loraaccel._checks import check_operands, in_force, number
+from loraaccel._rank_dropout import shared_ranks
 
 
 def lora_linear(
@@ -33,6 +34,7 @@ def lora_linear(
     hidden_dropout: float = 0.0,
     rank_dropout: float = 0.0,
     output_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
     """LoRA linear layer:  y = x Wᵀ + bias + scaling · O ∘ ((R ∘ H ∘ (D(x) Aᵀ)) Bᵀ).
@@ -45,7 +47,9 @@ def lora_linear(
     whole ranks of a sample (``rank_dropout``, kohya; a sample is an index of x's first dimension), O on the adapter's
     output (``output_dropout``, LyCORIS in bypass mode; the frozen product and the update are then two passes over y).
     Masks are functions of two numbers drawn from torch's default CPU generator, so they follow ``torch.manual_seed``
-    and are recomputed, not stored.
+    and are recomputed, not stored. ``rank_dropout_dialect="lycoris"`` drops the same ranks for the whole batch and
+    scales nothing, ``"lycoris_scaled"`` divides by the mean of the mask that was drawn (its rank_dropout_scale); the
+    mask is LyCORIS's own under the same seed, and an update that is dropped whole is zero.
 
     x, weight and bias share a dtype: float32, float64, bfloat16 or float16; y has it too. The adapters share it or are
     float32 beside 16-bit operands, or 16-bit beside float32. Under autocast y has autocast's dtype. Sums are
@@ -60,8 +64,9 @@ def lora_linear(
     """
     _check_tensors(x, weight, bias, lora_A, lora_B)
     scale = number("lora_linear", scaling)
-    p_input, p_hidden, p_rank, p_output = in_force(
-        training, input_dropout, hidden_dropout, rank_dropout, output_dropout
+    p_input, p_hidden, p_output = in_force(training, input_dropout, hidden_dropout, output_dropout)
+    lora_A, lora_B, p_rank = shared_ranks(
+        "lora_linear", lora_A, lora_B, rank_dropout, rank_dropout_dialect, training
     )
     ranks = [p_hidden, p_rank] if p_hidden or p_rank else []
     if p_output:
@@ -81,6 +86,7 @@ def lora_delta(
     hidden_dropout: float = 0.0,
     rank_dropout: float = 0.0,
     output_dropout: float = 0.0,
+    rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
     """The adapter alone, added to a frozen layer's output:  y = base + scaling · O ∘ ((R ∘ H ∘ (D(x) Aᵀ)) Bᵀ).
@@ -92,8 +98,9 @@ def lora_delta(
     """
     check_operands("lora_delta", {"x": x, "base": base, "lora_A": lora_A, "lora_B": lora_B}, x)
     scale = number("lora_delta", scaling)
-    p_input, p_hidden, p_rank, p_output = in_force(
-        training, input_dropout, hidden_dropout, rank_dropout, output_dropout
+    p_input, p_hidden, p_output = in_force(training, input_dropout, hidden_dropout, output_dropout)
+    lora_A, lora_B, p_rank = shared_ranks(
+        "lora_delta", lora_A, lora_B, rank_dropout, rank_dropout_dialect, training
     )
     ranks = [p_hidden, p_rank] if p_hidden or p_rank else []
     return lora_delta_adapters(x, base, (lora_A,), (lora_B,), [scale], [p_input], ranks, p_output)
