@@ -2,13 +2,16 @@
 
     LORAACCEL_JUDGE=DIR pytest -p loraaccel_judge ...        counts of each process go to DIR as JSON
 
-Without LORAACCEL_JUDGE it does nothing. See peft_suite.py.
+Without LORAACCEL_JUDGE nothing is patched. In both cases a model hub that refuses is asked again without a pause: with
+HF_ENDPOINT where nobody listens, tests that need a download fail at once. See peft_suite.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ _before = 0
 
 
 def pytest_configure(config: Any) -> None:
+    from huggingface_hub.utils import _http
+
+    _http.time = types.SimpleNamespace(**(vars(time) | {"sleep": lambda _seconds: None}))
     if not _out:
         return
     from peft.tuners.tuners_utils import BaseTuner
