@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -602,3 +603,38 @@ def test_errors(name: str, call: Callable[[], Any], error: type[Exception], text
         call()
     y = la.lora_delta(t(3, 8), t(3, 6), t(2, 8), t(6, 2))  # the next call is right
     assert torch.equal(y, torch.full((3, 6), 17.0))
+
+
+def test_va5_requests_in_threads_have_their_own_adapters() -> None:
+    """Eight layers, two adapters, two threads: the adapter is chosen by the call, nothing is global."""
+    torch.manual_seed(0)
+    layers = [
+        (
+            torch.randn(32, 32) / 6,
+            [torch.randn(r, 32) for r in (4, 7)],
+            [torch.randn(32, r) / 9 for r in (4, 7)],
+        )
+        for _ in range(8)
+    ]
+
+    def network(x: Tensor, ids: list[int]) -> Tensor:
+        for w, a, b in layers:
+            x = torch.tanh(la.lora_linear_batched(x, w, None, a, b, [0.5, 2.0], ids))
+        return x
+
+    x = torch.randn(2, 5, 32)
+    switched = [[0, 0], [1, 1], [0, 1], [-1, 0]]
+    with torch.no_grad():
+        alone = [network(x, ids) for ids in switched]
+    assert len({tuple(y.flatten().tolist()) for y in alone}) == len(switched)
+
+    def request(first: int) -> int:
+        wrong = 0
+        with torch.no_grad():
+            for i in range(200):
+                which = (first + i) % len(switched)
+                wrong += not torch.equal(network(x, switched[which]), alone[which])
+        return wrong
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(request, range(2))) == [0, 0]

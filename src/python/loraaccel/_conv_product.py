@@ -19,6 +19,10 @@ _convolution_backward = torch.ops.aten.convolution_backward.default
 # products of so many rows.
 _MIN_PIXELS = 64
 _MIN_OUTPUTS_STRIDED = 128
+# W is read once for each panel of 32 pixels. With a panel that fills the second cache that is a tenth of the time, and
+# torch's convolution is the faster one unless it has few pixels to work on.
+_PANEL_BYTES = 512 * 1024
+_MANY_PIXELS = 1024
 _MATRIX_UNIT = "amx_bf16" in _core.cpu_features()
 
 
@@ -66,6 +70,9 @@ def fits(
     if min(sizes) < 1 or sizes[0] * sizes[1] < _MIN_PIXELS:
         return None
     if stride != [1, 1] and weight.shape[0] < _MIN_OUTPUTS_STRIDED:
+        return None
+    panel = weight[0].numel() * 32 * 4
+    if dtype == torch.float32 and panel > _PANEL_BYTES and x.shape[0] * sizes[0] * sizes[1] >= _MANY_PIXELS:
         return None
     if dtype == torch.bfloat16 and _MATRIX_UNIT:
         return None  # torch's convolution uses it
