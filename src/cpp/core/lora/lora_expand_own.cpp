@@ -199,62 +199,77 @@ const void* element(const TensorView& v, int64_t row, int64_t col) {
          (row * v.stride[0] + col * v.stride[1]) * static_cast<int64_t>(dtype_size_bytes(v.dtype));
 }
 
+// Rows of a matrix, `n` columns of them from `col` on, for pack() to make floats of.
+PanelSource panel_source(const AnyRows& rows, int64_t row, int64_t col, int64_t depth, int64_t n) {
+  PanelSource source;
+  source.data = rows.at(row, col);
+  source.stride = rows.stride;
+  source.dtype = rows.dtype;
+  source.transposed = false;
+  source.count = static_cast<int>(n);
+  source.depth = depth;
+  return source;
+}
+
 // y^T = base^T + (s B) h^T for the pairs whose y is stored by columns.
 Status forward_by_columns(const LoraSimd& simd, const ExecContext& ctx, const char* op,
                           const LoraExpandArgs& args, const float* b,
                           const std::vector<size_t>& which) {
   std::vector<const TensorView*> outputs;
   std::vector<Scratch<char>> copies(which.size());
+  std::vector<Scratch<char>> base_copies(which.size());
   std::vector<AnyRows> hidden(which.size());
+  std::vector<AnyRows> bases(which.size());
   for (size_t i = 0; i < which.size(); ++i) {
     outputs.push_back(&args.y[which[i]]);
     LORAACCEL_RETURN_IF_ERROR(
+        rows_of(ctx, op, args.base[which[i]].transposed(), &base_copies[i], &bases[i]));
+    LORAACCEL_RETURN_IF_ERROR(
         rows_of(ctx, op, args.hidden[which[i]].transposed(), &copies[i], &hidden[i]));
   }
+  // Some panels side by side, then the next rows: y is written as it is read from base, a line or two of each row at a
+  // time, and a power of two between rows does not throw lines out before they are full.
+  constexpr int64_t kPanels = 4;
+  constexpr int64_t kTileRows = 56;
   const int64_t rank = args.b.cols();
-  const ByColumns pieces(simd, ctx, op, outputs, simd.width);
-  const bool memory =
-      pieces.for_pieces(rank * simd.width, [&](size_t pair, int64_t col, float* panel) {
+  const int64_t width = simd.width;
+  const ByColumns pieces(simd, ctx, op, outputs, kPanels * width);
+  const int64_t panel_floats = rank * width;
+  const bool memory = pieces.for_pieces(
+      kPanels * panel_floats + kTileRows * width, [&](size_t pair, int64_t col, float* own) {
         const TensorView& y = args.y[which[pair]];
-        const TensorView& base = args.base[which[pair]];
-        const auto n = static_cast<int>(std::min<int64_t>(simd.width, y.rows() - col));
-        PanelSource source;
-        source.data = hidden[pair].at(0, col);
-        source.stride = hidden[pair].stride;
-        source.dtype = hidden[pair].dtype;
-        source.transposed = false;
-        source.count = n;
-        source.depth = rank;
-        simd.pack(source, /*pairs=*/false, panel);
-        PanelProduct p{};
-        p.left2 = b;
-        p.left2_stride = rank;
-        p.panel2 = panel;
-        p.depth2 = rank;
-        p.c = const_cast<void*>(element(y, col, 0));
-        p.c_stride = y.stride[1];
-        p.c_dtype = y.dtype;
-        p.m = y.cols();
-        p.n = n;
-        if (base.dtype == DType::kFloat32 && has_unit_columns(base.transposed())) {
-          p.partial = static_cast<const float*>(element(base, col, 0));
-          p.partial_stride = base.stride[1];
-          // (The kernel reads whole panels of it.)
-          if (n == simd.width) return simd.product(p);
-          p.partial = nullptr;
+        const AnyRows& base = bases[pair];
+        float* tile = own + kPanels * panel_floats;
+        const int64_t columns = std::min(kPanels * width, y.rows() - col);
+        for (int64_t j = 0; j < columns; j += width) {
+          const int64_t n = std::min(width, columns - j);
+          simd.pack(panel_source(hidden[pair], 0, col + j, rank, n), /*pairs=*/false,
+                    own + j * rank);
         }
-        p.add = true;
-        if (base.data != y.data) {
-          visit_dtype(y.dtype, [&](auto tag) {
-            using T = typename decltype(tag)::type;
-            for (int64_t row = 0; row < y.cols(); ++row) {
-              const auto* from = static_cast<const T*>(element(base, col, row));
-              auto* to = static_cast<T*>(const_cast<void*>(element(y, col, row)));
-              for (int j = 0; j < n; ++j) to[j] = from[j * base.stride[0]];
+        for (int64_t row = 0; row < y.cols(); row += kTileRows) {
+          for (int64_t j = 0; j < columns; j += width) {
+            PanelProduct p{};
+            p.left2 = b + row * rank;
+            p.left2_stride = rank;
+            p.panel2 = own + j * rank;
+            p.depth2 = rank;
+            p.c = const_cast<void*>(element(y, col + j, row));
+            p.c_stride = y.stride[1];
+            p.c_dtype = y.dtype;
+            p.m = std::min(kTileRows, y.cols() - row);
+            p.n = static_cast<int>(std::min(width, columns - j));
+            if (base.dtype == DType::kFloat32 && p.n == width) {
+              p.partial = static_cast<const float*>(base.at(row, col + j));
+              p.partial_stride = base.stride;
+            } else {
+              // As floats, and as the kernel reads it: whole panels.
+              simd.pack(panel_source(base, row, col + j, p.m, p.n), /*pairs=*/false, tile);
+              p.partial = tile;
+              p.partial_stride = width;
             }
-          });
+            simd.product(p);
+          }
         }
-        simd.product(p);
       });
   return memory ? Status() : out_of_memory(op);
 }
