@@ -23,6 +23,8 @@ _MIN_OUTPUTS_STRIDED = 128
 # torch's convolution is the faster one unless it has few pixels to work on.
 _PANEL_BYTES = 512 * 1024
 _MANY_PIXELS = 1024
+# In bfloat16 torch's convolution of many pixels is as near to the ceiling as any.
+_FEW_PIXELS, _FEW_OUTPUTS, _LARGE_RANK = 256, 128, 32
 _MATRIX_UNIT = "amx_bf16" in _core.cpu_features()
 
 
@@ -71,12 +73,21 @@ def fits(
         return None
     if stride != [1, 1] and weight.shape[0] < _MIN_OUTPUTS_STRIDED:
         return None
-    panel = weight[0].numel() * 32 * 4
-    if dtype == torch.float32 and panel > _PANEL_BYTES and x.shape[0] * sizes[0] * sizes[1] >= _MANY_PIXELS:
+    if _torch_is_ahead(weight, lora_a.shape[0], x.shape[0] * sizes[0] * sizes[1], dtype):
         return None
     if dtype == torch.bfloat16 and _MATRIX_UNIT:
         return None  # torch's convolution uses it
     return stride, padding, dilation
+
+
+def _torch_is_ahead(weight: Tensor, rank: int, pixels: int, dtype: torch.dtype) -> bool:
+    """Where torch's convolution and one pass for the update take less time: measured, benchmarks/README.md."""
+    if dtype == torch.float32:
+        return weight[0].numel() * 32 * 4 > _PANEL_BYTES and pixels >= _MANY_PIXELS
+    if dtype == torch.bfloat16:
+        few = pixels <= _FEW_PIXELS or weight.shape[0] <= _FEW_OUTPUTS
+        return weight[0, 0].numel() > 1 and not few and rank < _LARGE_RANK
+    return False
 
 
 def conv_product(
