@@ -165,7 +165,10 @@ class LoraLinearFunction(torch.autograd.Function):
         wanted = iter(computed)
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
         if dtypes is not None:
-            grads[:3] = [None if g is None else g.to(t) for g, t in zip(grads[:3], dtypes, strict=True)]
+            # Through autocast's type, the bias's too: as where autocast's casts are recorded (compiled code).
+            grads[:3] = [
+                None if g is None else g.to(x.dtype).to(t) for g, t in zip(grads[:3], dtypes, strict=True)
+            ]
         gx, gw, gb, *gab = _refuse_double_backward(grads, (grad, x, weight, *adapters))
         return gx, gw, gb, None, None, None, *gab
 

@@ -34,10 +34,7 @@ class Checker {
   // What messages name before the operand from now on: one of several layers. Empty: there is only one.
   void set_layer(std::string name) { layer_ = std::move(name); }
 
-  Status fail(StatusCode code, const std::string& text) const {
-    const std::string where = layer_.empty() ? "" : layer_ + ": ";
-    return Status(code, std::string(op_) + ": " + where + text);
-  }
+  Status fail(StatusCode code, const std::string& text) const;
 
   Status matrix(const char* name, const TensorView& v, int64_t rows, int64_t cols,
                 const char* letters) const {

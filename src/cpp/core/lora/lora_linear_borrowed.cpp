@@ -147,6 +147,7 @@ Status add_bias(const ExecContext& ctx, const char* op, const TensorView& bias,
   LORAACCEL_RETURN_IF_ERROR(rows_as<float>(
       ctx, op, TensorView::strided(bias.data, bias.dtype, 1, bias.rows(), 0, bias.stride[0]),
       &values, &row));
+  if (row.data == nullptr) return Status();  // no columns
   visit_dtype(y.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     parallel_for(ctx, y.rows(), [&](int64_t m) {
