@@ -38,6 +38,7 @@ class RankMasks(NamedTuple):
 
     rank_dropouts: Sequence[float] = ()  # hidden_dropout and rank_dropout of each adapter, or none at all
     adapter_ids: Tensor | None = None  # the adapter of each sample, -1 for none
+    rank_factors: Tensor | None = None  # [M, sum of R], factors that the caller drew
 
 
 NO_MASKS: tuple[()] = ()
@@ -225,6 +226,7 @@ def _forward_fake(
     packed: Tensor | None = None,
     rank_dropouts: Sequence[float] = (),
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = "lora_linear"
     _check_devices(op, x, seed, weight=weight, bias=bias, lora_A=lora_A, lora_B=lora_B)
@@ -268,6 +270,7 @@ def _backward_fake(
     packed: Tensor | None = None,
     rank_dropouts: Sequence[float] = (),
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> list[Tensor]:
     _check_devices(
         "lora_linear_backward", x, seed, grad=grad, weight=weight, hidden=hidden, lora_A=lora_A, lora_B=lora_B
@@ -290,13 +293,13 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed, rank_dropouts, adapter_ids = inputs
+    x, weight, bias, lora_a, lora_b, scalings, dropouts, seed, packed, *masks = inputs
     hidden = output[1]
-    ctx.rest = no_gradients((packed, rank_dropouts, adapter_ids))
-    ctx.rank_dropouts = rank_dropouts
+    ctx.rest = no_gradients((packed, *masks))
+    ctx.rank_dropouts, adapter_ids, rank_factors = masks
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, hidden, seed, adapter_ids, *lora_a, *lora_b)
+    ctx.save_for_backward(x, weight, hidden, seed, adapter_ids, rank_factors, *lora_a, *lora_b)
     ctx.scalings, ctx.dropouts, ctx.adapters, ctx.has_bias = scalings, dropouts, len(lora_a), bias is not None
     # Inputs that are lists are one entry of needs_input_grad, or one per tensor, depending on the version of torch.
     ctx.wanted = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad]
@@ -318,7 +321,7 @@ def no_gradients(optional: Sequence[Any]) -> list[Any]:
 
 
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
-    x, weight, hidden, seed, adapter_ids, *adapters = ctx.saved_tensors
+    x, weight, hidden, seed, adapter_ids, rank_factors, *adapters = ctx.saved_tensors
     n = ctx.adapters
     numbers = no_gradient(ctx.scalings)
     rest = (None, *ctx.rest)
@@ -328,7 +331,7 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     wanted = iter(
         backward_op(
             grad, x, weight, lora_a, lora_b, hidden, ctx.scalings, ctx.dropouts, seed, ctx.wanted, None,
-            ctx.rank_dropouts, adapter_ids,
+            ctx.rank_dropouts, adapter_ids, rank_factors,
         )
     )  # fmt: skip
     gx, gw, gb, *gab = [next(wanted) if m else None for m in ctx.wanted]
@@ -367,6 +370,7 @@ def _autocast_forward(
     packed: Tensor | None = None,
     rank_dropouts: Sequence[float] = (),
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Direct calls of the operator under autocast: x, weight, bias in autocast's type as in F.linear; adapters stay."""
     cast = autocast_dtype(x, weight)
@@ -375,7 +379,18 @@ def _autocast_forward(
             x, weight = x.to(cast), weight.to(cast)
             bias = None if bias is None else bias.to(cast)
         return forward_op(
-            x, weight, bias, lora_A, lora_B, scalings, dropouts, seed, packed, rank_dropouts, adapter_ids
+            x,
+            weight,
+            bias,
+            lora_A,
+            lora_B,
+            scalings,
+            dropouts,
+            seed,
+            packed,
+            rank_dropouts,
+            adapter_ids,
+            rank_factors,
         )
 
 

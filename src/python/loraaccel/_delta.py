@@ -26,10 +26,11 @@ class DeltaCall(NamedTuple):
     rank_dropouts: Sequence[float] = ()  # two for each adapter, or none at all
     output_dropout: float = 0.0
     adapter_ids: Tensor | None = None
+    rank_factors: Tensor | None = None  # [M, sum of R], factors that the caller drew
 
     @property
     def masks(self) -> tuple[Any, ...]:
-        return self.rank_dropouts, self.output_dropout, self.adapter_ids
+        return self.rank_dropouts, self.output_dropout, self.adapter_ids, self.rank_factors
 
 
 class LoraDeltaFunction(torch.autograd.Function):
@@ -96,6 +97,7 @@ def _forward_fake(
     rank_dropouts: Sequence[float] = (),
     output_dropout: float = 0.0,
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = "lora_delta"
     _autograd._check_devices(op, x, seed, base=base, lora_A=lora_A, lora_B=lora_B)
@@ -129,6 +131,7 @@ def _backward_fake(
     rank_dropouts: Sequence[float] = (),
     output_dropout: float = 0.0,
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> list[Tensor]:
     _autograd._check_devices(
         "lora_delta_backward", x, seed, grad=grad, hidden=hidden, lora_A=lora_A, lora_B=lora_B
@@ -142,11 +145,12 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, _, lora_a, lora_b, scalings, dropouts, seed, rank_dropouts, output_dropout, adapter_ids = inputs
-    ctx.rest = _autograd.no_gradients((rank_dropouts, output_dropout, adapter_ids))
+    x, _, lora_a, lora_b, scalings, dropouts, seed, *masks = inputs
+    ctx.rest = _autograd.no_gradients(masks)
+    rank_dropouts, output_dropout, adapter_ids, rank_factors = masks
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, output[1], seed, adapter_ids, *lora_a, *lora_b)
+    ctx.save_for_backward(x, output[1], seed, adapter_ids, rank_factors, *lora_a, *lora_b)
     ctx.numbers = list(scalings), list(dropouts), list(rank_dropouts), output_dropout
     ctx.wanted = [x.requires_grad]
     for a, b in zip(lora_a, lora_b, strict=True):
@@ -154,7 +158,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
-    x, hidden, seed, adapter_ids, *adapters = ctx.saved_tensors
+    x, hidden, seed, adapter_ids, rank_factors, *adapters = ctx.saved_tensors
     scalings, dropouts, rank_dropouts, output_dropout = ctx.numbers
     n = len(scalings)
     rest = (None, None, None, *ctx.rest)  # scalings, dropouts, seed, ...
@@ -163,7 +167,7 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     wanted = iter(
         backward_op(
             grad, x, adapters[:n], adapters[n:], hidden, scalings, dropouts, seed, ctx.wanted, rank_dropouts,
-            output_dropout, adapter_ids,
+            output_dropout, adapter_ids, rank_factors,
         )
     )  # fmt: skip
     gx, *gab = [next(wanted) if m else None for m in ctx.wanted]

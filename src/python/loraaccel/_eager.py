@@ -37,9 +37,10 @@ def lora_delta(
     rank_dropouts: Sequence[float] = (),
     output_dropout: float = 0.0,
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> Tensor:
     """base and the adapters' update, the latter with every kind of dropout; as many numbers as `DeltaCall` has."""
-    y = base
+    y, column = base, 0
     for i, (a, b, scaling, p) in enumerate(zip(lora_a, lora_b, scalings, dropouts, strict=True)):
         x = x.to(a.dtype)
         h = F.linear(F.dropout(x, p), a)
@@ -47,6 +48,10 @@ def lora_delta(
             h = F.dropout(h, rank_dropouts[2 * i])
             if rank_dropouts[2 * i + 1]:
                 h = h * rank_mask(h, rank_dropouts[2 * i + 1])
+        if rank_factors is not None:
+            factors = rank_factors[:, column : column + a.shape[0]].reshape(h.shape)
+            h = (h * factors).to(h.dtype)
+            column += a.shape[0]
         delta = F.dropout(F.linear(h, b) * scaling, output_dropout)
         if adapter_ids is not None:
             mine = (adapter_ids == i).to(y.device).reshape(-1, *[1] * (delta.dim() - 1))
@@ -63,9 +68,10 @@ def lora_qkv(
     scalings: Sequence[Sequence[float]],
     dropouts: Sequence[Sequence[float]] | None,
     rank_dropouts: Sequence[float],
+    rank_factors: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The layers one after the other."""
-    outputs, at = [], 0
+    outputs, at, column = [], 0, 0
     for j, (w, bias, pairs, scales) in enumerate(zip(weights, biases, adapters, scalings, strict=True)):
         n = len(pairs)
         ranks = rank_dropouts[2 * at : 2 * (at + n)]
@@ -73,7 +79,10 @@ def lora_qkv(
         base = lora_linear(x, w, bias, (), (), (), ())
         inputs = dropouts[j] if dropouts else [0.0] * n
         a, b = [p[0] for p in pairs], [p[1] for p in pairs]
-        outputs.append(lora_delta(x, base, a, b, scales, inputs, ranks))
+        width = sum(t.shape[0] for t in a)
+        factors = None if rank_factors is None else rank_factors[:, column : column + width]
+        column += width
+        outputs.append(lora_delta(x, base, a, b, scales, inputs, ranks, rank_factors=factors))
     return tuple(outputs)
 
 

@@ -26,10 +26,13 @@ class GroupCall(NamedTuple):
     dropouts: list[float]  # in force, of each adapter
     cast: torch.dtype | None  # type that autocast gives x, weights and biases
     rank_dropouts: Sequence[float] = ()  # hidden_dropout and rank_dropout of each adapter, or none at all
+    rank_factors: Tensor | None = None  # [M, sum of R], factors that the caller drew
 
     @property
-    def masks(self) -> tuple[Sequence[float], ...]:
-        """The operator's argument, where it is not its default."""
+    def masks(self) -> tuple[Any, ...]:
+        """The operator's arguments, where they are not its defaults."""
+        if self.rank_factors is not None:
+            return self.rank_dropouts, self.rank_factors
         return (self.rank_dropouts,) if self.rank_dropouts else ()
 
     @property
@@ -217,6 +220,7 @@ def _forward_fake(
     dropouts: list[float],
     seed: Tensor | None,
     rank_dropouts: Sequence[float] = (),
+    rank_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = "lora_qkv"
     _autograd._check_devices(op, x, seed, weights=weights, biases=biases, lora_A=lora_A, lora_B=lora_B)
@@ -251,6 +255,7 @@ def _backward_fake(
     seed: Tensor | None,
     output_mask: list[bool],
     rank_dropouts: Sequence[float] = (),
+    rank_factors: Tensor | None = None,
 ) -> list[Tensor]:
     _autograd._check_devices(
         "lora_qkv_backward", x, seed, grads=grads, weights=weights, lora_A=lora_A, lora_B=lora_B
@@ -302,11 +307,12 @@ def dispatcher_grads(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, _, has_bias, lora_a, lora_b, adapters, scalings, dropouts, seed, rank_dropouts = inputs
-    ctx.rest = _autograd.no_gradients((rank_dropouts,))
+    x, weights, _, has_bias, lora_a, lora_b, adapters, scalings, dropouts, seed, *masks = inputs
+    ctx.rest = _autograd.no_gradients(masks)
+    rank_dropouts, rank_factors = masks
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, output[1], seed, *weights, *lora_a, *lora_b)
+    ctx.save_for_backward(x, output[1], seed, rank_factors, *weights, *lora_a, *lora_b)
     ctx.call = GroupCall(
         list(has_bias), list(adapters), list(scalings), list(dropouts), None, list(rank_dropouts)
     )
@@ -316,7 +322,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
     call: GroupCall = ctx.call
     n, m = len(call.has_bias), sum(call.adapters)
-    x, hidden, seed, *rest = ctx.saved_tensors
+    x, hidden, seed, rank_factors, *rest = ctx.saved_tensors
+    call = call._replace(rank_factors=rank_factors)
     weights, lora_a, lora_b = rest[:n], rest[n : n + m], rest[n + m :]
     if grad is None:
         return (*dispatcher_grads(call, None, 1), *ctx.rest)

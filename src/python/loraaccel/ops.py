@@ -179,16 +179,22 @@ def lora_linear_adapters(
     dropouts: list[float],
     rank_dropouts: Sequence[float] = (),
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> Tensor:
     """`lora_linear` with any number of adapters on one input:  y = x Wᵀ + bias + Σ sᵢ (Hᵢ ∘ (Dᵢ(x) Aᵢᵀ)) Bᵢᵀ.
 
     Each adapter has masks of its own. The dropouts are those in force: 0 outside training; rank_dropouts has two for
     each adapter (hidden, rank) or is empty. adapter_ids: which one of them each sample has, -1 for none.
+    rank_factors [M, sum of Rᵢ]: further factors of the rank activations, drawn by the caller, in float32 (float64 for
+    float64).
     """
     if _state.off():
         y = _eager.lora_linear(x, weight, bias, (), (), (), ())
-        return _eager.lora_delta(x, y, lora_a, lora_b, scalings, dropouts, rank_dropouts, 0.0, adapter_ids)
-    masks = RankMasks(rank_dropouts, adapter_ids) if rank_dropouts or adapter_ids is not None else NO_MASKS
+        return _eager.lora_delta(
+            x, y, lora_a, lora_b, scalings, dropouts, rank_dropouts, 0.0, adapter_ids, rank_factors
+        )
+    plain = not rank_dropouts and adapter_ids is None and rank_factors is None
+    masks = NO_MASKS if plain else RankMasks(rank_dropouts, adapter_ids, rank_factors)
     cast = autocast_dtype(x, weight)
     call = (x, weight, bias, list(lora_a), list(lora_b), scalings, dropouts, cast)
     return run_lora_linear(call, masks)
@@ -204,16 +210,28 @@ def lora_delta_adapters(
     rank_dropouts: Sequence[float] = (),
     output_dropout: float = 0.0,
     adapter_ids: Tensor | None = None,
+    rank_factors: Tensor | None = None,
 ) -> Tensor:
     """`lora_delta` with any number of adapters: base + O ∘ (their sum), rounded once. Arguments as above."""
     if _state.off():
         return _eager.lora_delta(
-            x, base, lora_a, lora_b, scalings, dropouts, rank_dropouts, output_dropout, adapter_ids
+            x,
+            base,
+            lora_a,
+            lora_b,
+            scalings,
+            dropouts,
+            rank_dropouts,
+            output_dropout,
+            adapter_ids,
+            rank_factors,
         )
     cast = autocast_dtype(x, base)
     drops = output_dropout or any(dropouts) or any(rank_dropouts)
     seed = _dropout_seed() if drops else None
-    call = _delta.DeltaCall(scalings, dropouts, seed, rank_dropouts, output_dropout, adapter_ids)
+    call = _delta.DeltaCall(
+        scalings, dropouts, seed, rank_dropouts, output_dropout, adapter_ids, rank_factors
+    )
     pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
     if cast is not None and x.dtype != cast:
         x = x.to(cast)
@@ -338,12 +356,15 @@ def lora_qkv_packed(
     scalings: list[list[float]],
     dropouts: list[list[float]] | None = None,
     rank_dropouts: Sequence[float] = (),
+    rank_factors: Tensor | None = None,
 ) -> Tensor:
-    """The same, the outputs side by side: [..., sum of N_j]."""
+    """The same, the outputs side by side: [..., sum of N_j]. rank_factors as in `lora_linear_adapters`."""
     if _state.off():
-        outputs = _eager.lora_qkv(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
+        outputs = _eager.lora_qkv(
+            x, weights, biases, adapters, scalings, dropouts, rank_dropouts, rank_factors
+        )
         return torch.cat(outputs, dim=-1)
-    call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
+    call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts, rank_dropouts, rank_factors)
     if not torch.compiler.is_compiling() and _records_gradients():
         return _qkv.LoraQkvPackedFunction.apply(call, x, _group_seed(call), *tensors)
     return _qkv_below(call, x, tensors)
@@ -366,6 +387,7 @@ def _group_call(
     scalings: list[list[float]],
     dropouts: list[list[float]] | None,
     rank_dropouts: Sequence[float] = (),
+    rank_factors: Tensor | None = None,
 ) -> tuple[_qkv.GroupCall, list[Tensor]]:
     """The call, and its tensors in one list: weights, biases that there are, A and B of each adapter."""
     call = _qkv.GroupCall(
@@ -375,6 +397,7 @@ def _group_call(
         dropouts=[p for d in dropouts for p in d] if dropouts else [0.0 for s in scalings for _ in s],
         cast=autocast_dtype(x, weights[0]),
         rank_dropouts=list(rank_dropouts),
+        rank_factors=rank_factors,
     )
     pairs = [t for ab in adapters for pair in ab for t in pair]
     return call, [*weights, *(b for b in biases if b is not None), *pairs]

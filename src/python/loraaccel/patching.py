@@ -12,6 +12,7 @@ from torch import nn
 from loraaccel import _state
 from loraaccel._state import disabled
 from loraaccel.integrations import patched
+from loraaccel.integrations.hosts import Host, host_of
 
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
@@ -96,8 +97,11 @@ def patch(
     if unknown:
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)
-    found = [(module, *_decide(module, name, kind, wanted)) for name, module, kind in _lora_modules(model)]
-    report = PatchReport(tuple(entry for _, entry, _ in found))
+    found = [
+        (module, host, *decide(module, name, kind, host, wanted))
+        for name, module, kind, host in _lora_modules(model)
+    ]
+    report = PatchReport(tuple(entry for _, _, entry, _ in found))
     if _state.SWITCHED_OFF:
         return report
     if strict and report.num_fallback:
@@ -105,18 +109,34 @@ def patch(
         raise RuntimeError(
             f"patch: strict, and {report.num_fallback} LoRA modules have no fused form: {listed}"
         )
-    for module, entry, never in found:
+    for module, host, entry, never in found:
         if entry.reason == "forward_replaced":
             continue
         state = patched.state_of(module)
         if state is None or state.reason != never or state.kinds != (None if kinds is None else wanted):
             limits = None if kinds is None else wanted
-            plain = entry.kind == "lora_linear" and "lora_linear" in wanted
-            state = patched.PatchState(entry.name, never, verify, limits, plain)
+            plain = host.name == "peft" and entry.kind == "lora_linear" and "lora_linear" in wanted
+            state = patched.PatchState(entry.name, never, verify, limits, plain, host=host)
             patched.install(module, state)
         elif verify:
             state.verify = verify
     return report
+
+
+def patch_as_it_comes(
+    model: nn.Module, verify: int, roll_back: bool
+) -> Iterator[tuple[ModuleReport, patched.PatchState]]:
+    """`patch` for the launcher, which sees modules one after the other: what each is, and its state."""
+    for name, module, kind, host in _lora_modules(model):
+        entry, never = decide(module, name or getattr(module, "lora_name", ""), kind, host, frozenset(KINDS))
+        if _state.SWITCHED_OFF or entry.reason == "forward_replaced":
+            continue
+        state = patched.state_of(module)
+        if state is None or state.reason != never:
+            plain = host.name == "peft" and kind == "lora_linear"
+            state = patched.PatchState(entry.name, never, verify, None, plain, host=host, roll_back=roll_back)
+            patched.install(module, state)
+        yield entry, state
 
 
 def unpatch(model: nn.Module) -> int:
@@ -126,14 +146,13 @@ def unpatch(model: nn.Module) -> int:
     return sum(patched.remove(module) for module in model.modules())
 
 
-def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, kind) of every LoRA module, of whichever host that is loaded."""
-    from loraaccel.integrations import peft
-
+def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Host]]:
+    """(name, module, kind, host) of every LoRA module, of whichever host that is loaded."""
     for name, module in model.named_modules():
-        kind = peft.kind_of(module)
-        if kind is not None:
-            yield name, module, kind
+        found = host_of(module)
+        if found is not None:
+            host, kind = found
+            yield name, module, kind, host
 
 
 def _uses(kind: str) -> frozenset[str]:
@@ -142,10 +161,10 @@ def _uses(kind: str) -> frozenset[str]:
     return frozenset(linear) if kind == "lora_linear" else frozenset({kind})
 
 
-def _decide(module: nn.Module, name: str, kind: str, wanted: frozenset[str]) -> tuple[ModuleReport, str]:
+def decide(
+    module: nn.Module, name: str, kind: str, host: Host, wanted: frozenset[str]
+) -> tuple[ModuleReport, str]:
     """What to report, and the reason for never fusing this module (empty: each call decides)."""
-    from loraaccel.integrations import peft
-
     state = patched.state_of(module)
     never = ""
     if kind not in KINDS:
@@ -156,10 +175,9 @@ def _decide(module: nn.Module, name: str, kind: str, wanted: frozenset[str]) -> 
         never = "kind_excluded"
     if _state.SWITCHED_OFF:
         reason = "switched_off"
-    elif (
-        "forward" in module.__dict__ and state is None
-    ):  # (put on top of a patched module, it calls that one's)
+    elif state is None and ("forward" in module.__dict__ or not host.is_reachable(module)):
+        # (put on top of a patched module, it calls that one's)
         reason = "forward_replaced"
     else:
-        reason = never or peft.why_not_module(module)
+        reason = never or host.why_not_module(module)
     return ModuleReport(name, kind, not reason, reason), never

@@ -26,6 +26,10 @@ inline const char* device_name(DeviceType device) {
   return device == DeviceType::kCUDA ? "a CUDA device" : "the CPU";
 }
 
+inline DType sum_type_of(DType x) {
+  return x == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
 // Collects what the messages need: the operator, and the prefix of an adapter's operands.
 class Checker {
  public:
@@ -99,6 +103,11 @@ class Checker {
     if (!std::isfinite(ad.scale)) {
       return fail(StatusCode::kInvalidArgument,
                   "scaling is " + std::to_string(ad.scale) + ", expected a finite number");
+    }
+    if (ad.factors.defined()) {
+      LORAACCEL_RETURN_IF_ERROR(matrix("rank_factors", ad.factors, x.rows(), ad.a.rows(), "M, R"));
+      LORAACCEL_RETURN_IF_ERROR(
+          dtype("rank_factors", ad.factors, sum_type_of(x.dtype), "the type of the sums"));
     }
     LORAACCEL_RETURN_IF_ERROR(probability("input_dropout", ad.dropout.p));
     LORAACCEL_RETURN_IF_ERROR(probability("hidden_dropout", ad.hidden.p));
@@ -192,8 +201,7 @@ class Checker {
   // `rank`: the sum of all ranks.
   Status hidden(const TensorView& h, const TensorView& x, int64_t rank) const {
     LORAACCEL_RETURN_IF_ERROR(matrix("hidden", h, x.rows(), rank, "M, sum of R"));
-    const DType wanted = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-    LORAACCEL_RETURN_IF_ERROR(dtype("hidden", h, wanted, "the type of the sums"));
+    LORAACCEL_RETURN_IF_ERROR(dtype("hidden", h, sum_type_of(x.dtype), "the type of the sums"));
     if (h.numel() != 0 &&
         ((rank > 1 && h.stride[1] != 1) || (h.rows() > 1 && h.stride[0] != rank))) {
       return fail(StatusCode::kInvalidArgument, "hidden is not dense");

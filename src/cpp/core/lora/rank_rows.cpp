@@ -1,5 +1,6 @@
 #include "lora/rank_rows.h"
 
+#include "lora/plain.h"
 #include "random/philox.h"
 
 namespace loraaccel {
@@ -14,12 +15,20 @@ double mask_factor(const DropoutSpec& d, int64_t row, int64_t col) {
 }  // namespace
 
 double rank_mask_factor(const LoraAdapter& ad, const LoraSamples& samples, int64_t row, int64_t r) {
-  return mask_factor(ad.hidden, row, r) * mask_factor(ad.rank, row / samples.rows, r);
+  const double given = ad.factors.defined() ? plain_read(ad.factors, row, r) : 1;
+  return given * mask_factor(ad.hidden, row, r) * mask_factor(ad.rank, row / samples.rows, r);
 }
 
 void apply_rank_masks(const LoraSimd& simd, const LoraAdapter& ad, const LoraSamples& samples,
                       int64_t row0, int64_t count, float* h, int64_t stride) {
   const int64_t rank = ad.a.rows();
+  if (ad.factors.defined()) {
+    const auto* factors = static_cast<const float*>(ad.factors.data);
+    for (int64_t m = 0; m < count; ++m) {
+      const float* given = factors + (row0 + m) * ad.factors.stride[0];
+      for (int64_t r = 0; r < rank; ++r) h[m * stride + r] *= given[r * ad.factors.stride[1]];
+    }
+  }
   if (ad.hidden.p > 0) {
     simd.dropout(DType::kFloat32, h, stride,
                  {row0, count, 0, rank, ad.hidden.seed, ad.hidden.offset, ad.hidden.p}, h, stride);

@@ -9,7 +9,9 @@
 
 namespace loraaccel {
 
-inline bool has_rank_masks(const LoraAdapter& ad) { return ad.hidden.p > 0 || ad.rank.p > 0; }
+inline bool has_rank_masks(const LoraAdapter& ad) {
+  return ad.hidden.p > 0 || ad.rank.p > 0 || ad.factors.defined();
+}
 
 // H(row, r) in plain code: the oracle.
 double rank_mask_factor(const LoraAdapter& ad, const LoraSamples& samples, int64_t row, int64_t r);

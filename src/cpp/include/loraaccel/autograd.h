@@ -48,13 +48,15 @@ using ForwardOp = std::tuple<Tensor, Tensor>(const Tensor& x, const Tensor& weig
                                              at::TensorList lora_B, Numbers scalings,
                                              Numbers dropouts, const OptionalTensor& seed,
                                              const OptionalTensor& packed, Numbers rank_dropouts,
-                                             const OptionalTensor& adapter_ids);
+                                             const OptionalTensor& adapter_ids,
+                                             const OptionalTensor& rank_factors);
 using BackwardOp = std::vector<Tensor>(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                        at::TensorList lora_A, at::TensorList lora_B,
                                        const Tensor& hidden, Numbers scalings, Numbers dropouts,
                                        const OptionalTensor& seed, at::ArrayRef<bool> output_mask,
                                        const OptionalTensor& packed, Numbers rank_dropouts,
-                                       const OptionalTensor& adapter_ids);
+                                       const OptionalTensor& adapter_ids,
+                                       const OptionalTensor& rank_factors);
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
@@ -90,7 +92,7 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [a, b] = unzip(adapters);
     auto [y, hidden] = op.call(x, weight, bias, a, b, scalings, dropouts, seed, std::nullopt,
-                               rank_dropouts, std::nullopt);
+                               rank_dropouts, std::nullopt, std::nullopt);
     variable_list saved = {x, weight, std::move(hidden), seed.value_or(Tensor())};
     saved.insert(saved.end(), adapters.begin(), adapters.end());
     ctx->save_for_backward(std::move(saved));
@@ -123,7 +125,7 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
                        ctx->saved_data["scalings"].toDoubleVector(),
                        ctx->saved_data["dropouts"].toDoubleVector(), seed,
                        at::ArrayRef<bool>(mask.data(), mask.size()), std::nullopt,
-                       ctx->saved_data["rank_dropouts"].toDoubleVector(), std::nullopt);
+                       ctx->saved_data["rank_dropouts"].toDoubleVector(), std::nullopt, std::nullopt);
     }
     if (at::GradMode::is_enabled()) {  // the caller builds a graph of this backward pass
       for (Tensor& g : wanted) g = g.detach().requires_grad_();

@@ -40,6 +40,7 @@ struct LoraAdapter {
   DropoutSpec hidden = {};  // on the rank activations: H(m, r) has the mask's factor at (m, r)
   DropoutSpec rank =
       {};  // on whole ranks of a sample: H(m, r) has the factor at (m / samples.rows, r)
+  TensorView factors = {};  // [M, R], type of the sums: H(m, r) has this factor too; or undefined
 };
 
 // How the rows of x belong to samples: row m to sample m / rows.

@@ -1,5 +1,6 @@
 #include "ops/adapters.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "loraaccel/pack.h"
@@ -30,6 +31,15 @@ Key key_of(const char* op, const Dropouts& dropouts) {
   return {static_cast<uint64_t>(numbers[0]), static_cast<uint64_t>(numbers[1])};
 }
 
+// `count` columns from `first` on, or as many of them as there are.
+TensorView columns_of(const TensorView& v, int64_t first, int64_t count) {
+  const int64_t start = std::min(first, v.cols());
+  auto* data = static_cast<char*>(v.data) +
+               start * v.stride[1] * static_cast<int64_t>(dtype_size_bytes(v.dtype));
+  return TensorView::strided(data, v.dtype, v.rows(), std::min(count, v.cols() - start),
+                             v.stride[0], v.stride[1]);
+}
+
 }  // namespace
 
 std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& lora_a,
@@ -50,15 +60,28 @@ std::vector<LoraAdapter> adapters_of(const char* op, const std::vector<Tensor>& 
                                            std::to_string(2 * n) + ", two for each adapter");
   }
   const Key key = key_of(op, dropouts);
+  TensorView factors;
+  if (dropouts.factors != nullptr && dropouts.factors->has_value())
+    factors = matrix_view(**dropouts.factors, op, "rank_factors");
+  int64_t column = 0;
   std::vector<LoraAdapter> adapters(n);
   for (size_t i = 0; i < n; ++i) {
     adapters[i].a = matrix_view(lora_a[i], op, "lora_A");
     adapters[i].b = matrix_view(lora_b[i], op, "lora_B");
     adapters[i].scale = scalings[i];
     adapters[i].dropout = {dropouts.input[i], key.seed, key.offset + i};
+    if (factors.defined()) {
+      adapters[i].factors = columns_of(factors, column, adapters[i].a.rows());
+      column += adapters[i].a.rows();
+    }
     if (dropouts.rank.empty()) continue;
     adapters[i].hidden = {dropouts.rank[2 * i], key.seed, key.offset + n + i};
     adapters[i].rank = {dropouts.rank[2 * i + 1], key.seed, key.offset + 2 * n + i};
+  }
+  if (factors.defined() && column != factors.cols()) {
+    fail(StatusCode::kShapeMismatch, std::string(op) + ": rank_factors has " +
+                                         std::to_string(factors.cols()) + " columns, expected " +
+                                         std::to_string(column) + ", the sum of the ranks");
   }
   return adapters;
 }

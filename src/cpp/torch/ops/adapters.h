@@ -21,6 +21,8 @@ struct Dropouts {
   std::span<const double> rank;   // hidden_dropout and rank_dropout of each adapter, or none at all
   const OptionalTensor& seed;
   double output = 0;
+  // [rows of x, sum of all ranks] in the type of the sums: given factors of the rank activations; or none.
+  const OptionalTensor* factors = nullptr;
 };
 
 // The adapters of one call: views over the tensors of two lists, a scale and dropouts each.

@@ -19,18 +19,16 @@ int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   return rank;
 }
 
-std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& base,
-                                      const std::vector<Tensor>& lora_a,
-                                      const std::vector<Tensor>& lora_b,
-                                      const std::vector<double>& scalings,
-                                      const std::vector<double>& dropouts,
-                                      const OptionalTensor& seed,
-                                      const std::vector<double>& rank_dropouts,
-                                      double output_dropout, const OptionalTensor& adapter_ids) {
+std::tuple<Tensor, Tensor> forward_op(
+    const Tensor& x, const Tensor& base, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const std::vector<double>& scalings,
+    const std::vector<double>& dropouts, const OptionalTensor& seed,
+    const std::vector<double>& rank_dropouts, double output_dropout,
+    const OptionalTensor& adapter_ids, const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_delta";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
   const RowsTensor base_rows = bridge::rows_view(base, kOp, "base");
-  const bridge::Dropouts dropped = {dropouts, rank_dropouts, seed, output_dropout};
+  const bridge::Dropouts dropped = {dropouts, rank_dropouts, seed, output_dropout, &rank_factors};
   const std::vector<LoraAdapter> adapters =
       bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropped);
   LoraDeltaArgs args;
@@ -51,14 +49,12 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& base,
   return {std::move(y), std::move(hidden)};
 }
 
-std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x,
-                                const std::vector<Tensor>& lora_a,
-                                const std::vector<Tensor>& lora_b, const Tensor& hidden,
-                                const std::vector<double>& scalings,
-                                const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                const std::vector<bool>& output_mask,
-                                const std::vector<double>& rank_dropouts, double output_dropout,
-                                const OptionalTensor& adapter_ids) {
+std::vector<Tensor> backward_op(
+    const Tensor& grad, const Tensor& x, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const Tensor& hidden, const std::vector<double>& scalings,
+    const std::vector<double>& dropouts, const OptionalTensor& seed,
+    const std::vector<bool>& output_mask, const std::vector<double>& rank_dropouts,
+    double output_dropout, const OptionalTensor& adapter_ids, const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_delta_backward";
   if (output_mask.size() != 1 + 2 * lora_a.size()) {
     bridge::fail(StatusCode::kInvalidArgument,
@@ -68,7 +64,7 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x,
   }
   const RowsTensor x_rows = bridge::rows_view(x, kOp, "x");
   const RowsTensor grad_rows = bridge::rows_view(grad, kOp, "grad");
-  const bridge::Dropouts dropped = {dropouts, rank_dropouts, seed, output_dropout};
+  const bridge::Dropouts dropped = {dropouts, rank_dropouts, seed, output_dropout, &rank_factors};
   const std::vector<LoraAdapter> adapters =
       bridge::adapters_of(kOp, lora_a, lora_b, scalings, dropped);
   LoraDeltaBackwardArgs args;
@@ -110,12 +106,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
   m.def(
       "lora_delta(Tensor x, Tensor base, Tensor[] lora_A, Tensor[] lora_B, float[] scalings, "
       "float[] dropouts, Tensor? seed, float[] rank_dropouts=[], float output_dropout=0.0, "
-      "Tensor? adapter_ids=None) -> (Tensor, Tensor)");
+      "Tensor? adapter_ids=None, Tensor? rank_factors=None) -> (Tensor, Tensor)");
   // Returns the gradients that output_mask asks for, in its order: x, then A and B of each adapter.
   m.def(
       "lora_delta_backward(Tensor grad, Tensor x, Tensor[] lora_A, Tensor[] lora_B, Tensor hidden, "
       "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, "
-      "float[] rank_dropouts=[], float output_dropout=0.0, Tensor? adapter_ids=None) -> Tensor[]");
+      "float[] rank_dropouts=[], float output_dropout=0.0, Tensor? adapter_ids=None, "
+      "Tensor? rank_factors=None) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {

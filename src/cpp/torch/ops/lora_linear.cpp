@@ -26,11 +26,12 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
                                       const std::vector<double>& dropouts,
                                       const OptionalTensor& seed, const OptionalTensor& packed,
                                       const std::vector<double>& rank_dropouts,
-                                      const OptionalTensor& adapter_ids) {
+                                      const OptionalTensor& adapter_ids,
+                                      const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_linear";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
-  const std::vector<LoraAdapter> adapters =
-      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed});
+  const std::vector<LoraAdapter> adapters = bridge::adapters_of(
+      kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed, 0, &rank_factors});
   LoraLinearArgs args;
   args.x = rows.view;
   args.w = bridge::matrix_view(weight, kOp, "weight");
@@ -56,7 +57,8 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
                                 const std::vector<double>& dropouts, const OptionalTensor& seed,
                                 const std::vector<bool>& output_mask, const OptionalTensor& packed,
                                 const std::vector<double>& rank_dropouts,
-                                const OptionalTensor& adapter_ids) {
+                                const OptionalTensor& adapter_ids,
+                                const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_linear_backward";
   if (output_mask.size() != 3 + 2 * lora_a.size()) {
     bridge::fail(StatusCode::kInvalidArgument,
@@ -66,8 +68,8 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   }
   const RowsTensor x_rows = bridge::rows_view(x, kOp, "x");
   const RowsTensor grad_rows = bridge::rows_view(grad, kOp, "grad");
-  const std::vector<LoraAdapter> adapters =
-      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed});
+  const std::vector<LoraAdapter> adapters = bridge::adapters_of(
+      kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed, 0, &rank_factors});
   LoraLinearBackwardArgs args;
   args.dy = grad_rows.view;
   args.x = x_rows.view;
@@ -131,17 +133,18 @@ STABLE_TORCH_LIBRARY(loraaccel, m) {
   // Returns y [..., N] and the rank activations hidden [M, sum of R] that the backward operator takes.
   // dropouts: of the input, for each adapter; rank_dropouts: none, or of the rank activations and of whole ranks of a
   // sample, for each adapter. adapter_ids: the adapter of each sample of x (its first dimension), -1 for none.
+  // rank_factors: [M, sum of R] in the type of the sums, factors of the rank activations besides those of the dropouts.
   m.def(
       "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_A, Tensor[] lora_B, "
       "float[] scalings, "
       "float[] dropouts, Tensor? seed, Tensor? packed=None, float[] rank_dropouts=[], "
-      "Tensor? adapter_ids=None) -> (Tensor, Tensor)");
+      "Tensor? adapter_ids=None, Tensor? rank_factors=None) -> (Tensor, Tensor)");
   // Returns the gradients that output_mask asks for, in its order: x, weight, bias, then A and B of each adapter.
   m.def(
       "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor[] lora_A, Tensor[] "
       "lora_B, Tensor hidden, "
       "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, Tensor? packed=None, "
-      "float[] rank_dropouts=[], Tensor? adapter_ids=None) -> Tensor[]");
+      "float[] rank_dropouts=[], Tensor? adapter_ids=None, Tensor? rank_factors=None) -> Tensor[]");
   // A copy of the weight in the order in which the kernels read it, as bytes; see loraaccel/pack.h.
   m.def("pack_weight(Tensor weight, bool for_input_gradient) -> Tensor");
 }

@@ -21,12 +21,13 @@ std::tuple<Tensor, Tensor> forward_op(
     const std::vector<bool>& has_bias, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const std::vector<int64_t>& adapters,
     const std::vector<double>& scalings, const std::vector<double>& dropouts,
-    const OptionalTensor& seed, const std::vector<double>& rank_dropouts) {
+    const OptionalTensor& seed, const std::vector<double>& rank_dropouts,
+    const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_qkv";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
-  const Group group(
-      kOp, weights.size(), adapters,
-      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed}));
+  const Group group(kOp, weights.size(), adapters,
+                    bridge::adapters_of(kOp, lora_a, lora_b, scalings,
+                                        {dropouts, rank_dropouts, seed, 0, &rank_factors}));
   const auto bias = spread(kOp, "biases", biases, has_bias, weights.size());
   std::vector<LoraProjection> projections(weights.size());
   int64_t outputs = 0;
@@ -52,15 +53,13 @@ std::tuple<Tensor, Tensor> forward_op(
   return {std::move(y), std::move(hidden)};
 }
 
-std::vector<Tensor> backward_op(const std::vector<Tensor>& grads, const std::vector<bool>& has_grad,
-                                const Tensor& x, const std::vector<Tensor>& weights,
-                                const std::vector<Tensor>& lora_a,
-                                const std::vector<Tensor>& lora_b,
-                                const std::vector<int64_t>& adapters, const Tensor& hidden,
-                                const std::vector<double>& scalings,
-                                const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                const std::vector<bool>& output_mask,
-                                const std::vector<double>& rank_dropouts) {
+std::vector<Tensor> backward_op(
+    const std::vector<Tensor>& grads, const std::vector<bool>& has_grad, const Tensor& x,
+    const std::vector<Tensor>& weights, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const std::vector<int64_t>& adapters, const Tensor& hidden,
+    const std::vector<double>& scalings, const std::vector<double>& dropouts,
+    const OptionalTensor& seed, const std::vector<bool>& output_mask,
+    const std::vector<double>& rank_dropouts, const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_qkv_backward";
   const size_t expected = 1 + 2 * weights.size() + 2 * lora_a.size();
   if (output_mask.size() != expected) {
@@ -70,9 +69,9 @@ std::vector<Tensor> backward_op(const std::vector<Tensor>& grads, const std::vec
                      " (x, then weight, bias and A and B of each adapter of each projection)");
   }
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
-  const Group group(
-      kOp, weights.size(), adapters,
-      bridge::adapters_of(kOp, lora_a, lora_b, scalings, {dropouts, rank_dropouts, seed}));
+  const Group group(kOp, weights.size(), adapters,
+                    bridge::adapters_of(kOp, lora_a, lora_b, scalings,
+                                        {dropouts, rank_dropouts, seed, 0, &rank_factors}));
   const auto grad = spread(kOp, "grads", grads, has_grad, weights.size());
   const DType dtype = rows.view.dtype;
   LoraQkvBackwardArgs args;
@@ -111,13 +110,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
   m.def(
       "lora_qkv(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, Tensor[] lora_A, "
       "Tensor[] lora_B, int[] adapters, float[] scalings, float[] dropouts, Tensor? seed, "
-      "float[] rank_dropouts=[]) -> (Tensor, Tensor)");
+      "float[] rank_dropouts=[], Tensor? rank_factors=None) -> (Tensor, Tensor)");
   // grads: of the projections whose output got one. Returns the gradients that output_mask asks for, in its order: x,
   // then of each projection weight, bias, and A and B of each adapter.
   m.def(
       "lora_qkv_backward(Tensor[] grads, bool[] has_grad, Tensor x, Tensor[] weights, Tensor[] "
       "lora_A, Tensor[] lora_B, int[] adapters, Tensor hidden, float[] scalings, float[] dropouts, "
-      "Tensor? seed, bool[] output_mask, float[] rank_dropouts=[]) -> Tensor[]");
+      "Tensor? seed, bool[] output_mask, float[] rank_dropouts=[], "
+      "Tensor? rank_factors=None) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {

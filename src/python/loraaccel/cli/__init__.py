@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": ("loraaccel.cli.demo", "Fine-tune a real encoder with and without loraaccel and compare."),
     "bench": ("loraaccel.cli.bench", "Measure this machine and the LoRA layers on it against PEFT."),
     "doctor": ("loraaccel.cli.doctor", "Say what works here, what is missing and what to do about it."),
+    "run": ("loraaccel.cli.run", "Run a training script with its LoRA layers in native code."),
     "tune": ("loraaccel.cli.tune", "Measure once which kernels are faster here, ours or torch's."),
     "config": ("loraaccel.cli.config", "Print paths for compilers and CMake."),
 }

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from loraaccel import _state
 from loraaccel.integrations import peft, peft_forms
+from loraaccel.integrations.hosts import HOSTS, Host
+from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import run_lora_linear
 
 # verify: ||ours - own|| / ||own||. Both round every output to the dtype and sum in a different order; 16-bit eager code
@@ -37,6 +39,11 @@ class PatchState:
     kinds: frozenset[str] | None = None  # operators that may be used; None: all
     plain: bool = True  # a linear layer for which "lora_linear" may be used
     looks: int = 8  # times that it will still look for a re-entrant checkpoint around it
+    host: Host = HOSTS[0]
+    roll_back: bool = False  # after an error in native code run the module's own forward, from then on
+    fused: int = 0  # calls that an operator served
+    own: Counter[str] = field(default_factory=Counter)  # calls of the module's own forward, by reason
+    largest_error: float = 0.0  # that verify has seen
 
 
 ATTRIBUTE = "_loraaccel"  # of a patched module: its PatchState
@@ -64,16 +71,19 @@ def install(module: nn.Module, state: PatchState) -> None:
     module.__dict__[ATTRIBUTE] = state
     if not hasattr(type(module), _BASE):
         module.__class__ = patched_class(type(module))
+        state.host.rebind(module)
 
 
 def remove(module: nn.Module) -> bool:
     """Undoes install(); False where the module was not patched. A class derived from ours stays: without the state
     its forward is the module's own."""
-    if state_of(module) is None:
+    state = state_of(module)
+    if state is None:
         return False
     del module.__dict__[ATTRIBUTE]
     if _is_ours(type(module)):
         module.__class__ = base_class(module)
+        state.host.rebind(module)
     return True
 
 
@@ -93,48 +103,26 @@ def _make_class(base: type) -> type:
         if kwargs:
             args, kwargs = _positional(args, kwargs)
         compiling = torch.compiler.is_compiling()
-        reason = state.reason
-        if not reason:
-            plain = state.plain and len(args) == 1 and not kwargs
-            call = peft.fused_call(self, args[0], compiling) if plain else ""
-            if isinstance(call, tuple):
-                if compiling:
-                    return run_lora_linear(call)
-                if (
-                    state.verify <= 0
-                    or any(call[6])
-                    or _verified(self, state, args, kwargs, lambda: run_lora_linear(call), call[3])
-                ):
-                    if state.looks > 0 and self.training and not torch.is_grad_enabled():
-                        _look_for_lost_gradients(state)
-                    y = run_lora_linear(call)
-                    _state.fused["lora_linear"] += 1
-                    return y
-                reason = state.reason
-            elif call == "" or call in peft_forms.SECOND_LOOK:
-                form = peft_forms.form_of(self, args, kwargs, compiling)
-                if isinstance(form, str):
-                    reason = form
-                elif state.kinds is not None and form.kind not in state.kinds:
-                    reason = "kind_excluded"
-                elif compiling:
-                    return form.run()
-                elif (
-                    state.verify <= 0
-                    or form.dropout
-                    or _verified(self, state, args, kwargs, form.run, form.dtypes)
-                ):
-                    if state.looks > 0 and self.training and not torch.is_grad_enabled():
-                        _look_for_lost_gradients(state)
+        form = _form_of(self, state, args, kwargs, compiling)
+        if isinstance(form, Form):
+            if compiling:
+                return form.run()
+            if state.verify <= 0 or _verified(self, state, args, kwargs, form):
+                if state.looks > 0 and self.training and not torch.is_grad_enabled():
+                    _look_for_lost_gradients(state)
+                try:
                     y = form.run()
-                    _state.fused[form.kind] += 1
-                    return y
+                except Exception as error:
+                    if not _rolled_back(state, form, args, error):
+                        raise
                 else:
-                    reason = state.reason
-            else:
-                reason = call
+                    _state.fused[form.kind] += 1
+                    state.fused += 1
+                    return y
+            form = state.reason
         if not compiling:
-            _state.fallback[reason] += 1
+            _state.fallback[form] += 1
+            state.own[form] += 1
         return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -159,21 +147,61 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return args, kwargs
 
 
+def _form_of(
+    module: nn.Module, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool
+) -> Form | str:
+    """What stands for this call, or the reason code for the module's own forward."""
+    if state.reason:
+        return state.reason
+    plain = state.plain and len(args) == 1 and not kwargs
+    call = peft.fused_call(module, args[0], compiling) if plain else ""
+    if isinstance(call, tuple):  # the common case of PEFT, by the shortest way
+        dtypes = tuple(a.dtype for a in call[3]) if state.verify > 0 else ()
+        return Form("lora_linear", functools.partial(run_lora_linear, call), any(call[6]), dtypes)
+    if call and call not in peft_forms.SECOND_LOOK:
+        return call
+    form = state.host.form_of(module, args, kwargs, compiling)
+    if isinstance(form, Form) and state.kinds is not None and form.kind not in state.kinds:
+        return "kind_excluded"
+    return form
+
+
+def _rolled_back(state: PatchState, form: Form, args: tuple[Any, ...], error: Exception) -> bool:
+    """After an error in native code: names the layer in it, or warns and gives the layer up for good (True)."""
+    shapes = ", ".join(f"{list(a.shape)} {a.dtype}" for a in args if isinstance(a, Tensor))
+    where = f"in {state.name or 'a LoRA module'} ({form.kind}, x {shapes})"
+    if not state.roll_back:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"loraaccel: {where}")
+        return False
+    state.reason = "native_error"
+    warnings.warn(
+        f"loraaccel: an error {where}; this layer runs its own forward from now on: {error}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return True
+
+
 def _verified(
-    module: nn.Module,
-    state: PatchState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    run: Callable[[], Tensor],
-    adapters: Sequence[Tensor | torch.dtype],
+    module: nn.Module, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form
 ) -> bool:
-    """Compares the operator's output with the module's own, without gradients; False where they differ too much."""
+    """Compares the operator's output with the module's own, without gradients; False where they differ too much.
+    A call with dropout is compared where both draw the same masks, and not counted elsewhere."""
+    if form.dropout and not form.replays:
+        return True
     state.verify -= 1
     with torch.no_grad():
-        y = run()
+        generator = torch.get_rng_state() if form.dropout else None
+        y = form.run()
+        if generator is not None:
+            torch.set_rng_state(generator)
         expected = base_class(module).forward(module, *args, **kwargs)  # type: ignore[attr-defined]
+        if generator is not None:
+            torch.set_rng_state(generator)
         error = _relative_error(y.double(), expected.double())
-    dtypes = [y.dtype, *(t.dtype if isinstance(t, Tensor) else t for t in adapters)]
+    state.largest_error = max(state.largest_error, error)
+    dtypes = [y.dtype, *form.dtypes]
     bound = max(VERIFY_BOUND[t] for t in dtypes)
     if y.dtype == expected.dtype and error <= bound:
         return True

@@ -18,12 +18,17 @@ REASONS: dict[str, str] = {
     "no_active_adapter": "none of the active adapters is on this layer",
     "zero_scaling": "every active adapter has scaling 0, so the frozen layer's own output is wanted",
     "scaling_type": "the scaling is not a finite number",
+    "unknown_forward": "the class does something else than kohya's formula, or with other random numbers",
+    "regional": "the network applies its adapters to regions of the image or to parts of the prompt",
     # of the call
     "switched_off": "LORAACCEL=0, or inside loraaccel.disabled()",
     "extra_arguments": "the call has more arguments than x, or other ones than adapter_names",
     "tensor_subclass": "x or a weight is not a plain, dense tensor",
+    "shape": "the host's own forward has no result for an input of this number of dimensions, or another one",
+    "compiled": "torch.compile compiles this host's own forward",
     "dtype": "a combination of dtypes that the operator does not take, or that the layer itself refuses",
     "device": "x or a weight is not on the CPU",
     "transform": "inside torch.func, forward-mode differentiation or torch.jit tracing",
+    "native_error": "an operator raised an error once, and the launcher's auto mode gave the layer up",
     "verify_failed": "verify found a difference above its bound",
 }

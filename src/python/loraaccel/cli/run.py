@@ -1,0 +1,92 @@
+"""``loraaccel run``, also ``python -m loraaccel.run``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from loraaccel.launcher import hooks, options, script
+from loraaccel.launcher import session as active
+from loraaccel.launcher.session import Session
+
+
+def interruptible(start: Callable[[str, Sequence[str]], None]) -> Callable[[str, Sequence[str]], None]:
+    """Ends on Ctrl-C as the interpreter would, not as a command line tool does."""
+
+    def run(path: str, arguments: Sequence[str]) -> None:
+        try:
+            start(path, arguments)
+        except KeyboardInterrupt:
+            sys.excepthook(*sys.exc_info())
+            raise SystemExit(128 + signal.SIGINT) from None
+
+    return run
+
+
+@click.command(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "ignore_unknown_options": False,
+        "allow_interspersed_args": False,
+    }
+)
+@click.option(
+    "--use-cpp-kernel",
+    "mode",
+    type=click.Choice(options.MODES),
+    help="on: a native error ends the run. auto (default): the layer goes back to its own forward. off: as if "
+    "loraaccel were not installed. verify: compare the first calls of every layer, exit 1 if one differs. Without the "
+    "option: use_cpp_kernel of the script's --config_file, else auto.",
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write what was fused, layer by layer, as JSON.",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
+@click.argument("script_path", metavar="SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def run(
+    mode: str | None, report: Path | None, module: bool, script_path: str, arguments: tuple[str, ...]
+) -> None:
+    """Run a training script with its LoRA layers in native code.
+
+    SCRIPT and ARGS are what you would have given to python. Knows kohya's sd-scripts and what copied its modules, and
+    PEFT. Says at the end, on standard error, what was fused and what was not, and why.
+
+    \b
+    Examples:
+      loraaccel run train_network.py --config_file run.toml
+      accelerate launch -m loraaccel.run --use-cpp-kernel on sdxl_train_network.py --config_file run.toml
+      torchrun -m loraaccel.run --report fused.json finetune.py
+    """
+    try:
+        mode = options.mode_of(mode, arguments)
+    except options.BadOption as error:
+        raise click.UsageError(str(error)) from None
+    if not module and not os.path.isfile(script_path):
+        raise click.UsageError(f"{script_path} is no file, expected the script to run")
+    start = interruptible(script.run_module if module else script.run_script)
+    if mode == "off" or os.environ.get("LORAACCEL", "").strip().lower() in ("0", "off", "false", "no"):
+        start(script_path, arguments)
+        return
+    session = active.active = Session(mode)
+    sys.meta_path.insert(0, hooks.ImportHook(session.created))
+    first = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+    code = 1
+    try:
+        start(script_path, arguments)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        raise
+    finally:
+        if first:
+            session.finish(report, code)
+    if session.failed:
+        sys.exit(1)

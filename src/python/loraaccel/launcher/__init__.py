@@ -1,0 +1,1 @@
+"""`loraaccel run`: starts a training script with the LoRA modules of the packages that it imports patched."""

@@ -1,0 +1,83 @@
+"""Which mode a run is in: from the command line, or from the TOML file that kohya's trainers are started with."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MODES = ("auto", "on", "off", "verify")
+KEY = "use_cpp_kernel"
+
+
+class BadOption(Exception):
+    """What the user gave makes no sense; the text says what was found and what was expected."""
+
+
+def mode_of(given: str | None, arguments: Sequence[str]) -> str:
+    """The mode of the command line, else that of the script's TOML file, else auto."""
+    for argument in arguments:
+        name = argument.split("=", 1)[0]
+        if name.startswith("--") and name.replace("_", "-") == "--use-cpp-kernel":
+            raise BadOption(
+                f"{name} stands after the script, expected before it: the script does not know it"
+            )
+    path = config_file(arguments)
+    asked = None if path is None else mode_of_config(read_toml(path), path)
+    return given or asked or "auto"
+
+
+def config_file(arguments: Sequence[str]) -> Path | None:
+    """The file of kohya's --config_file, which may be given without its ending; None where there is none to read."""
+    name = None
+    for i, argument in enumerate(arguments):
+        if argument == "--config_file" and i + 1 < len(arguments):
+            name = arguments[i + 1]
+        elif argument.startswith("--config_file="):
+            name = argument.split("=", 1)[1]
+    if name is None:
+        return None
+    path = Path(name if name.endswith(".toml") else name + ".toml")
+    return path if path.is_file() else None  # (the script says best what is wrong with it)
+
+
+def read_toml(path: Path) -> Mapping[str, Any]:
+    """The file as a dictionary, its sections taken apart as kohya's trainers do."""
+    data: Mapping[str, Any] | None = None
+    for library in ("tomllib", "tomli"):
+        try:
+            module = importlib.import_module(library)
+        except ImportError:
+            continue
+        with path.open("rb") as file:
+            data = module.load(file)
+        break
+    if data is None:
+        try:
+            module = importlib.import_module("toml")
+        except ImportError:
+            raise BadOption(
+                f"{path}: reading TOML needs Python 3.11, or one of the packages tomli and toml"
+            ) from None
+        data = module.loads(path.read_text(encoding="utf-8"))
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat.update(value if isinstance(value, Mapping) else {key: value})
+    return flat
+
+
+def mode_of_config(config: Mapping[str, Any], path: Path) -> str | None:
+    """The mode that the file asks for with use_cpp_kernel: true, false or a mode's name; None where it says nothing."""
+    for key in config:
+        if key != KEY and difflib.SequenceMatcher(None, key.replace("-", "_"), KEY).ratio() > 0.8:
+            raise BadOption(f"{path}: {key}, expected {KEY}")
+    value = config.get(KEY)
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value in MODES:
+        return str(value)
+    raise BadOption(f"{path}: {KEY} is {value!r}, expected true, false or one of {', '.join(MODES)}")

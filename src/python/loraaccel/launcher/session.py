@@ -1,0 +1,119 @@
+"""One run of a script: what was patched, and at the end what came of it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VERIFIED_CALLS = 4  # of each layer; the first with B = 0 shows only the frozen layer
+
+
+active: Session | None = None  # of the launcher, in this process
+
+
+class Layer(NamedTuple):
+    """What became of one LoRA module."""
+
+    name: str
+    kind: str
+    fused: int  # calls that an operator served
+    own: int  # calls of the module's own forward
+    reasons: dict[str, int]  # of those
+    largest_error: float | None  # that verify saw
+
+    @property
+    def reason(self) -> str:
+        return max(self.reasons, key=lambda r: self.reasons[r]) if self.reasons else "not_called"
+
+
+class Session:
+    """Collects the LoRA modules of a run. Patches each as it appears."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._states: list[tuple[str, Any]] = []  # kind, PatchState
+        self._known: set[int] = set()
+
+    def created(self, model: Any) -> None:
+        """Patches the LoRA modules in `model`, or `model` itself."""
+        from loraaccel import patching
+
+        verify = VERIFIED_CALLS if self.mode == "verify" else 0
+        for entry, state in patching.patch_as_it_comes(model, verify, roll_back=self.mode != "on"):
+            if id(state) not in self._known:
+                self._known.add(id(state))
+                self._states.append((entry.kind, state))
+
+    def layers(self) -> list[Layer]:
+        return [
+            Layer(
+                state.name, kind, state.fused, sum(state.own.values()), dict(state.own),
+                state.largest_error if self.mode == "verify" else None,
+            )
+            for kind, state in self._states
+        ]  # fmt: skip
+
+    @property
+    def failed(self) -> list[Layer]:
+        """Layers that verify gave up."""
+        return [layer for layer in self.layers() if "verify_failed" in layer.reasons]
+
+    def lines(self) -> list[str]:
+        """For people: a line for each kind, then what verify found."""
+        layers = self.layers()
+        if not layers:
+            return ["no LoRA modules: the script made none of a kind that loraaccel knows"]
+        lines = []
+        for kind in sorted({layer.kind for layer in layers}):
+            of_kind = [layer for layer in layers if layer.kind == kind]
+            fused = [layer for layer in of_kind if layer.fused]
+            line = (
+                f"{kind}: {len(fused)} of {len(of_kind)} layers fused, {sum(n.fused for n in of_kind)} calls"
+            )
+            others = Counter(layer.reason for layer in of_kind if not layer.fused)
+            if others:
+                line += "; not fused: " + ", ".join(f"{n} {reason}" for reason, n in sorted(others.items()))
+            calls: Counter[str] = sum((Counter(layer.reasons) for layer in fused), Counter())
+            if calls:
+                line += "; calls of fused layers' own forward: " + ", ".join(
+                    f"{n} {reason}" for reason, n in sorted(calls.items())
+                )
+            lines.append(line)
+        if self.mode == "verify":
+            lines += self._verify_lines(layers)
+        return lines
+
+    def _verify_lines(self, layers: list[Layer]) -> list[str]:
+        errors = [
+            layer.largest_error or 0.0 for layer in layers if layer.fused or "verify_failed" in layer.reasons
+        ]
+        if not errors:
+            return ["verify: nothing was compared"]
+        worst = max(layers, key=lambda layer: layer.largest_error or 0.0)
+        lines = [
+            f"verify: largest relative error of an output {worst.largest_error:.1e} in {worst.name}, "
+            f"middle layer {statistics.median(errors):.1e}"
+        ]
+        lines += [f"verify: {layer.name} failed with {layer.largest_error:.1e}" for layer in self.failed]
+        return lines
+
+    def finish(self, report: Path | None, exit_code: int) -> None:
+        """Says on standard error what was fused, and writes the file."""
+        for line in self.lines():
+            sys.stderr.write(f"loraaccel: {line}\n")
+        sys.stderr.flush()
+        if report is not None:
+            data = {
+                "mode": self.mode,
+                "exit_code": exit_code,
+                "summary": self.lines(),
+                "layers": [
+                    {**layer._asdict(), "reason": "" if layer.fused else layer.reason}
+                    for layer in self.layers()
+                ],
+            }
+            report.write_text(json.dumps(data, indent=1) + "\n")
