@@ -280,7 +280,7 @@ def test_vs3_no_rows(name: str) -> None:
 
 
 def test_vs3_no_rows_in_several_operands() -> None:
-    x, w, a, b = leaf(0, 5, 8), leaf(6, 8), leaf(2, 8), leaf(6, 2)
+    x, w, a, b = (torch.randn(s).requires_grad_() for s in ((0, 5, 8), (6, 8), (2, 8), (6, 2)))
     for y in (
         la.lora_delta(x, torch.ones(0, 5, 6), a, b),
         la.lora_linear_batched(x, w, None, [a], [b], [1.0], []),
@@ -307,74 +307,6 @@ def test_vs4_strided_inputs(name: str) -> None:
 
 
 # ---- torch's checks of the registered operators ----------------------------------------------------------------------
-
-
-def leaf(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    return (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(dtype).requires_grad_()
-    )
-
-
-SEED = torch.tensor([123, 456])
-OPCHECKS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "lora_linear, masks": (
-        "lora_linear",
-        (leaf(2, 3, 8), leaf(6, 8), leaf(6), [leaf(2, 8)], [leaf(6, 2)], [1.5], [0.3], SEED, None, [0.2, 0.4]),
-    ),
-    "lora_linear, ids": (
-        "lora_linear",
-        (
-            leaf(2, 3, 8), leaf(6, 8), leaf(6), [leaf(2, 8), leaf(1, 8)], [leaf(6, 2), leaf(6, 1)], [1.5, 2.0],
-            [0.0, 0.0], None, None, [], torch.tensor([1, -1]),
-        ),
-    ),
-    "lora_qkv, masks": (
-        "lora_qkv",
-        (
-            leaf(2, 3, 8), [leaf(6, 8), leaf(4, 8)], [leaf(6)], [True, False], [leaf(2, 8), leaf(1, 8)],
-            [leaf(6, 2), leaf(4, 1)], [1, 1], [1.5, 2.0], [0.0, 0.2], SEED, [0.1, 0.0, 0.0, 0.3],
-        ),
-    ),
-    "lora_delta": (
-        "lora_delta", (leaf(2, 3, 8), leaf(2, 3, 6), [leaf(2, 8)], [leaf(6, 2)], [1.5], [0.0], None),
-    ),
-    "lora_delta, masks": (
-        "lora_delta",
-        (leaf(2, 3, 8), leaf(2, 3, 6), [leaf(2, 8)], [leaf(6, 2)], [1.5], [0.3], SEED, [0.2, 0.4], 0.5),
-    ),
-    "lora_expand": ("lora_expand", (leaf(5, 6), leaf(5, 2), leaf(6, 2), 1.5, False)),
-    "lora_expand, channels": ("lora_expand", (leaf(2, 6, 5), leaf(2, 2, 5), leaf(6, 2), 1.5, True)),
-    "column_gain": ("column_gain", (leaf(5, 6), leaf(6), leaf(6), False)),
-    "column_gain, centred": ("column_gain", (leaf(5, 6), leaf(6), leaf(6), True)),
-    "weight_norms": ("weight_norms", (leaf(6, 8).detach(), [leaf(2, 8).detach()], [leaf(6, 2).detach()], [1.5])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPCHECKS)
-def test_opcheck(name: str) -> None:
-    op, args = OPCHECKS[name]
-    torch.library.opcheck(getattr(torch.ops.loraaccel, op).default, args)
-
-
-def test_opcheck_of_the_backward_operators() -> None:
-    ops = torch.ops.loraaccel
-    with torch.no_grad():
-        x, base, a, b = leaf(2, 3, 8), leaf(2, 3, 6), leaf(2, 8), leaf(6, 2)
-        hidden = ops.lora_delta(x, base, [a], [b], [1.5], [0.0], None)[1]
-        for mask in ([True] * 3, [False, True, False]):
-            torch.library.opcheck(
-                ops.lora_delta_backward.default,
-                (base.clone(), x.clone(), [a.clone()], [b.clone()], hidden, [1.5], [0.0], None, mask),
-            )  # fmt: skip
-            gain, bias = leaf(6).detach(), leaf(6).detach() * 2
-            torch.library.opcheck(
-                ops.column_gain_backward.default, (base.clone(), base * 2, gain, bias, mask[0], mask)
-            )
-        for mask in ([True, True], [False, True]):
-            torch.library.opcheck(
-                ops.lora_expand_backward.default,
-                (leaf(2, 6, 5).detach(), leaf(2, 2, 5).detach(), b.clone(), 1.5, True, mask),
-            )
 
 
 @pytest.mark.parametrize("name", ["dora_linear", "lora_conv2d", "lora_delta", "lora_linear_split"])

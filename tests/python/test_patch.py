@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -365,3 +366,12 @@ def test_reading_the_model_while_patched() -> None:
     assert callable(model.base_model.model.up.forward)
     assert next(model.double().parameters()).dtype == torch.float64
     model.requires_grad_(False).eval().train().zero_grad()
+
+
+def test_VT7_the_readme_has_every_reason() -> None:
+    """Its table and the code say the same, in the same order."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    table = text.split("| reason | meaning |\n|---|---|\n")[1].split("\n\n")[0]
+    rows = dict(line.strip("| ").split("` | ") for line in table.splitlines())
+    assert {key.strip("`"): meaning for key, meaning in rows.items()} == REASONS
+    assert [key.strip("`") for key in rows] == list(REASONS)

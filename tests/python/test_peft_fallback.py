@@ -32,22 +32,6 @@ class Marked(Tensor):
     """A tensor subclass, as quantised and distributed tensors are."""
 
 
-class PackedLinear(nn.Linear):
-    """VT6: 8 inputs, 6 outputs, two weights to a byte in a [1, 24] buffer beside a scale."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 6)
-        self.weight = nn.Parameter(torch.randint(0, 255, (1, 24), dtype=torch.uint8), requires_grad=False)
-        self.quant_state = 0.1
-
-    def dequantised(self) -> Tensor:
-        w = self.weight.flatten()
-        return (torch.stack([w & 15, w >> 4], 1).view(6, 8).float() - 8) * self.quant_state
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dequantised(), self.bias)
-
-
 class TanhLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import loraaccel
+from loraaccel import _conv_product
 from reference.tolerance import unit_roundoff
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -96,6 +97,7 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "hooks": (replaced, {}, "lora_delta"),
     "convolution": (conv(4, 6, 3, padding=1), {}, "lora_conv2d"),
     "convolution with stride": (conv(4, 6, 3, stride=2, padding=(1, 2), bias=False), {}, "lora_conv2d"),
+    "convolution with stride, wide": (conv(4, 128, 3, stride=2, padding=1), {}, "lora_conv2d"),
     "convolution 1x1": (conv(4, 6, 1), {}, "lora_conv2d"),
     "VS1 grouped convolution": (conv(4, 4, 3, groups=2, padding=1), {}, "lora_conv2d"),
     "same": (conv(4, 6, 3, padding="same"), {}, "lora_conv2d"),
@@ -124,7 +126,7 @@ def input_of(layer: nn.Module, dtype: torch.dtype, seed: int = 1) -> Tensor:
     kind = type(layer).__name__
     if kind == "Embedding":
         return torch.randint(0, 11, (3, 5), generator=generator)
-    shape = (2, 4, 9, 7) if kind == "Conv2d" else (3, 5, 8)
+    shape = (2, 4, 24, 20) if kind == "Conv2d" else (3, 5, 8)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
@@ -165,6 +167,9 @@ def check(layer: nn.Module, x: Tensor, kind: str) -> None:
         assert g is not None, name
         assert (g.shape, g.dtype) == (own[name].shape, own[name].dtype), name
         assert g.is_contiguous() == own[name].is_contiguous(), name
+        if g.dim() == 4:
+            last = [t.is_contiguous(memory_format=torch.channels_last) for t in (g, own[name])]
+            assert last[0] == last[1], name
         theirs, ours = distance(own[name], ref[name]), distance(g, ref[name])
         assert ours <= 2 * theirs + floor, f"{name}: {ours:.2e} from float64, PEFT {theirs:.2e}"
 
@@ -197,6 +202,21 @@ def test_channels_last_and_strides(name: str) -> None:
     elif x.is_floating_point() and "Conv1D" not in name:  # (that one takes views of x)
         x = x.transpose(0, 1)
     check(layer, x, FORMS[name][2])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["convolution", "convolution with stride, wide", "convolution 1x1"])
+def test_convolutions_reach_the_native_product(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the values of these forms were compared for: one product for both convolutions and the update."""
+    calls = []
+    product = _conv_product.conv_product
+    monkeypatch.setattr(_conv_product, "_MATRIX_UNIT", False)
+    monkeypatch.setattr(_conv_product, "conv_product", lambda *a: calls.append(1) or product(*a))
+    layer = build(name, dtype, F32).eval()
+    check(layer, input_of(layer, dtype), "lora_conv2d")
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("name", FORMS)

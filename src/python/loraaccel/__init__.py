@@ -102,6 +102,7 @@ def __getattr__(name: str) -> Any:
     from loraaccel import _native
 
     _native.load_operators()  # says what to do where torch is missing or too old
+    importlib.import_module("loraaccel._registered")
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

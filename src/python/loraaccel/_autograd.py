@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from loraaccel import _eager, _native, _packing, _runtime
+from loraaccel import _eager, _native, _packing, _runtime, _state
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
 _native.load_operators()
@@ -42,6 +43,18 @@ class RankMasks(NamedTuple):
 
 
 NO_MASKS: tuple[()] = ()
+
+
+def refuse_transforms(op: str) -> None:
+    """RuntimeError inside torch.func and forward-mode differentiation, where the dispatcher would take an operator's
+    output for a constant. In plain torch, with the switch off, there is nothing to refuse."""
+    if torch.compiler.is_compiling() or _state.off():
+        return
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"loraaccel::{op}: torch.func transforms and forward-mode differentiation are not supported. Compute "
+            "inside loraaccel.disabled()."
+        )
 
 
 class _RefuseDoubleBackward(torch.autograd.Function):

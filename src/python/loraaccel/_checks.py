@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -16,10 +17,21 @@ def check_operands(where: str, operands: dict[str, Any], x: Tensor) -> None:
 
 
 def number(op: str, scaling: Any) -> float:
+    """The scaling as a number. In compiled code as it is, a number that may change or a tensor of no dimensions: see
+    `scaled_factors`."""
+    if torch.compiler.is_compiling() and isinstance(scaling, (int, float, torch.SymFloat, Tensor)):
+        return scaling
     try:
         return float(scaling)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: scaling is {scaling!r}, expected a number") from None
+
+
+def scaled_factors(lora_a: Tensor, lora_b: Tensor, scaling: float | Tensor) -> tuple[Tensor, Tensor, float]:
+    """A, B times the scale, and 1, for compiled code: a scale that is an argument of the operator is a constant there,
+    and each change of strength would compile again. In float32 for 16-bit adapters, so that nothing is rounded."""
+    sums = torch.float64 if lora_a.dtype == torch.float64 else torch.float32
+    return lora_a.to(sums), lora_b.to(sums) * scaling, 1.0
 
 
 def in_force(training: bool, *probabilities: float) -> list[float]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraaccel import _conv_product, _expand, _state
+from loraaccel._autograd import refuse_transforms
 from loraaccel._checks import check_operands, check_probabilities, in_force, number
 from loraaccel._eager import rank_mask
 from loraaccel._rank_dropout import shared_ranks
@@ -66,6 +67,7 @@ def lora_conv2d(
     last, lora_B, p_rank = shared_ranks(op, last, lora_B, rank_dropout, rank_dropout_dialect, training)
     lora_A, lora_mid = (last, None) if lora_mid is None else (lora_A, last)
     check_probabilities(op, input_dropout=p_input, hidden_dropout=p_hidden, rank_dropout=p_rank)
+    refuse_transforms(op)
     geometry = stride, padding, dilation
     if lora_mid is None and not (p_input or p_hidden or p_rank):
         y = whole_conv(x, weight, bias, lora_A, lora_B, scale, geometry)

@@ -124,6 +124,42 @@ def _forward(
     return y, hidden, x, weight
 
 
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    hidden: Tensor,
+    scaling: float,
+    numbers: Sequence[Sequence[int]],
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Of x, weight, bias, A and B, None where not needed, by torch's convolutions; x and weight in one type."""
+    need_x, need_w, need_b, need_a, need_up = needs
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        grad = grad.contiguous()
+        gx = gw = gb = ga = gup = None
+        tail = [*numbers, False, [0, 0], 1]
+        if need_x or need_w or need_b:
+            size = [weight.shape[0]] if need_b else None
+            gx, gw, gb = _convolution_backward(grad, x, weight, size, *tail, [need_x, need_w, need_b])
+        if need_x or need_a or need_up:
+            up = lora_b.flatten(1)
+            dh, gup = _expand.gradients(grad, hidden, up, scaling, need_x or need_a, need_up)
+            gup = None if gup is None else gup.reshape(lora_b.shape)
+            if dh is not None:
+                # In A's type where that is the wider one: its gradient is not rounded on the way.
+                wide = torch.promote_types(lora_a.dtype, x.dtype)
+                dx, ga, _ = _convolution_backward(
+                    dh.to(wide), x.to(wide), lora_a.to(wide), None, *tail, [need_x, need_a, False]
+                )
+                ga = None if ga is None else ga.to(lora_a.dtype)
+                if need_x:
+                    gx = (gx + dx).to(x.dtype)
+    return gx, gw, gb, ga, gup
+
+
 class _LoraConv(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -147,27 +183,9 @@ class _LoraConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, lora_a, lora_b, hidden = ctx.saved_tensors
         scaling, numbers, (x_dtype, w_dtype, b_dtype) = ctx.rest
-        need_x, need_w, need_b, need_a, need_up = ctx.needs_input_grad[:5]
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            grad = grad.contiguous()
-            gx = gw = gb = ga = gup = None
-            tail = [*numbers, False, [0, 0], 1]
-            if need_x or need_w or need_b:
-                size = None if b_dtype is None else [weight.shape[0]]
-                gx, gw, gb = _convolution_backward(grad, x, weight, size, *tail, [need_x, need_w, need_b])
-            if need_x or need_a or need_up:
-                up = lora_b.flatten(1)
-                dh, gup = _expand.gradients(grad, hidden, up, scaling, need_x or need_a, need_up)
-                gup = None if gup is None else gup.reshape(lora_b.shape)
-                if dh is not None:
-                    # In A's type where that is the wider one: its gradient is not rounded on the way.
-                    wide = torch.promote_types(lora_a.dtype, x.dtype)
-                    dx, ga, _ = _convolution_backward(
-                        dh.to(wide), x.to(wide), lora_a.to(wide), None, *tail, [need_x, need_a, False]
-                    )
-                    ga = None if ga is None else ga.to(lora_a.dtype)
-                    if need_x:
-                        gx = (gx + dx).to(x.dtype)
+        gx, gw, gb, ga, gup = _gradients(
+            grad, x, weight, lora_a, lora_b, hidden, scaling, numbers, ctx.needs_input_grad[:5]
+        )
         grads = [
             None if gx is None else gx.to(x_dtype), None if gw is None else gw.to(w_dtype),
             None if gb is None else gb.to(b_dtype), ga, gup,
@@ -194,3 +212,24 @@ def _fake(
     ]
     y = x.new_empty((x.shape[0], weight.shape[0], *sizes))
     return y, x.new_empty((x.shape[0], lora_A.shape[0], *sizes), dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, lora_a, lora_b, scaling, *numbers = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, lora_a, lora_b, output[1])
+    ctx.rest = scaling, numbers
+    ctx.needs = [t is not None and t.requires_grad for t in (x, weight, bias, lora_a, lora_b)]
+
+
+def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any:
+    none = (None,) * 4
+    if grad is None:
+        return (None,) * 5 + none
+    x, weight, lora_a, lora_b, hidden = ctx.saved_tensors
+    scaling, numbers = ctx.rest
+    return (*_gradients(grad, x, weight, lora_a, lora_b, hidden, scaling, numbers, ctx.needs), *none)
+
+
+torch.library.register_autograd("loraaccel::lora_conv2d", _backward, setup_context=_setup_context)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
-from loraaccel._checks import check_operands, check_probabilities, in_force, number
+from loraaccel._checks import check_operands, check_probabilities, in_force, number, scaled_factors
 from loraaccel.ops import lora_linear_adapters
 
 norms_op = torch.ops.loraaccel.weight_norms.default
@@ -36,7 +36,7 @@ def dora_linear(
     """DoRA linear layer:  y = (m / c) ∘ (x Wᵀ + scaling · x Aᵀ Bᵀ) + bias,  c = ‖W + scaling · B A‖ of each row.
 
     magnitude m [N]; the rest as of `lora_linear`. c is a constant to autograd, as in PEFT: gradients reach x, W, A, B,
-    m and bias. It is computed by torch's norm, without a matrix of W's size, and rounded to A's dtype; ``weight_norm``
+    m and bias. It is computed without a matrix of W's size and rounded to A's dtype; ``weight_norm``
     [N] is used instead where it is given. With ``input_dropout`` in training, D(x) takes x's place in the update,
     (m / c - 1) ∘ (D(x) Wᵀ) + (m / c) ∘ scaling · D(x) Aᵀ Bᵀ, beside x Wᵀ + bias: a second product with W, as PEFT's.
     Types, autocast and errors as in `lora_linear`.
@@ -60,12 +60,15 @@ def dora_linear(
 def adapted_norms(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
     """Norms of the rows of W + scaling · B A, [N], in A's dtype: a constant to autograd.
 
-    By torch's own norm, on blocks of rows that stay in the caches: a magnitude that torch made from the same weight (as
-    PEFT does) then equals the norm, bit for bit, as long as B is zero.
+    In sums of float32 (float64), without a matrix of W's size. As long as B is zero by torch's own norm, on blocks of
+    rows that stay in the caches: a magnitude that torch made from the same weight (as PEFT does) equals it bit for bit.
     """
-    with torch.no_grad():
-        sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         a, b = lora_a.to(sums), lora_b.to(sums)
+        if not torch.compiler.is_compiling() and weight.is_cpu and not _state.off() and bool(b.any()):
+            with _below_autograd():
+                return norms_op(weight.detach(), [a], [b], [scaling]).to(lora_a.dtype)
         norms = []
         for rows, up in zip(weight.split(_BLOCK), b.split(_BLOCK), strict=True):
             norms.append(torch.linalg.norm(torch.addmm(rows.to(sums), up, a, alpha=scaling), dim=1))
@@ -78,6 +81,7 @@ def column_gain(z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool = Fa
         if centred:
             return (z + (gain - 1) * (z if bias is None else z - bias)).to(z.dtype)
         return (z * gain if bias is None else z * gain + bias).to(z.dtype)
+    _autograd.refuse_transforms("column_gain")
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return gain_op(z, gain, bias, centred)
     with _below_autograd():
@@ -96,7 +100,13 @@ def dora(
     norms: Tensor | None = None,
 ) -> Tensor:
     """`dropout` is in force: 0 outside training. norms: where the caller keeps them."""
-    if norms is None:
+    _autograd.refuse_transforms("dora_linear")
+    if torch.compiler.is_compiling():
+        dtype = lora_a.dtype
+        lora_a, lora_b, scaling = scaled_factors(lora_a, lora_b, scaling)
+        if norms is None:
+            norms = adapted_norms(weight, lora_a, lora_b, scaling).to(dtype)
+    elif norms is None:
         norms = adapted_norms(weight, lora_a, lora_b, scaling)
     sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
     gain = magnitude.to(sums) / norms.to(sums)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
+from loraaccel._checks import scaled_factors
 
 forward_op = torch.ops.loraaccel.lora_expand.default
 backward_op = torch.ops.loraaccel.lora_expand_backward.default
@@ -33,7 +34,11 @@ def expand_channels(base: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float
 
 
 def _run(base: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float, channels_first: bool) -> Tensor:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        _, lora_b, scaling = scaled_factors(lora_b, lora_b, scaling)
+        return forward_op(base, hidden, lora_b, scaling, channels_first)
+    _autograd.refuse_transforms("lora_expand")
+    if torch.is_grad_enabled():
         return forward_op(base, hidden, lora_b, scaling, channels_first)
     with _below_autograd():
         return forward_op(base, hidden, lora_b, scaling, channels_first)

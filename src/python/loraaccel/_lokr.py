@@ -167,8 +167,9 @@ def _whole(w: Factor) -> Tensor:
     """The factor as one matrix; of two in 16 bit in float32, so that neither it nor its gradient is rounded between."""
     if not isinstance(w, tuple):
         return w
-    a, b = (t if t.dtype == torch.float64 else t.float() for t in w)
-    return a @ b
+    with torch.autocast(w[0].device.type, enabled=False):
+        a, b = (t if t.dtype == torch.float64 else t.float() for t in w)
+        return a @ b
 
 
 def _apply(t: Tensor, w: Factor, dtype: torch.dtype) -> Tensor:

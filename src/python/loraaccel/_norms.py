@@ -23,7 +23,7 @@ def lora_norm(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tensor:
     RuntimeError for other shapes.
     """
     a, b = _factors("lora_norm", lora_A, lora_B)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         sums = torch.float64 if a.dtype == torch.float64 else torch.float32
         a, b = a.to(sums), b.to(sums)
         square = ((b.t() @ b).double() * (a @ a.t()).double()).sum()
@@ -35,7 +35,7 @@ def lora_row_norms(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tens
     as of `lora_norm`."""
     a, b = _factors("lora_row_norms", lora_A, lora_B)
     scale = number("lora_row_norms", scaling)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         if _state.off():
             sums = torch.float64 if a.dtype == torch.float64 else torch.float32
             return torch.linalg.norm(scale * (b.to(sums) @ a.to(sums)), dim=1)

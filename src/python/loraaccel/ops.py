@@ -18,7 +18,7 @@ from loraaccel._autograd import (
     forward_below,
     forward_op,
 )
-from loraaccel._checks import check_operands, in_force, number
+from loraaccel._checks import check_operands, in_force, number, scaled_factors
 from loraaccel._rank_dropout import shared_ranks
 
 
@@ -193,6 +193,8 @@ def lora_linear_adapters(
         return _eager.lora_delta(
             x, y, lora_a, lora_b, scalings, dropouts, rank_dropouts, 0.0, adapter_ids, rank_factors
         )
+    if torch.compiler.is_compiling():
+        lora_a, lora_b, scalings = _scaled(lora_a, lora_b, scalings)
     plain = not rank_dropouts and adapter_ids is None and rank_factors is None
     masks = NO_MASKS if plain else RankMasks(rank_dropouts, adapter_ids, rank_factors)
     cast = autocast_dtype(x, weight)
@@ -226,6 +228,8 @@ def lora_delta_adapters(
             adapter_ids,
             rank_factors,
         )
+    if torch.compiler.is_compiling():
+        lora_a, lora_b, scalings = _scaled(lora_a, lora_b, scalings)
     cast = autocast_dtype(x, base)
     drops = output_dropout or any(dropouts) or any(rank_dropouts)
     seed = _dropout_seed() if drops else None
@@ -242,6 +246,14 @@ def lora_delta_adapters(
     if _records_gradients():
         return _delta.LoraDeltaFunction.apply(x, base, call, *pairs)
     return _delta.forward_below(x, base, call, pairs)[0]
+
+
+def _scaled(
+    lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], scalings: Sequence[float]
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """`scaled_factors` of each adapter."""
+    found = [scaled_factors(a, b, s) for a, b, s in zip(lora_a, lora_b, scalings, strict=True)]
+    return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found]
 
 
 def _dropout_seed() -> Tensor:
@@ -390,6 +402,13 @@ def _group_call(
     rank_factors: Tensor | None = None,
 ) -> tuple[_qkv.GroupCall, list[Tensor]]:
     """The call, and its tensors in one list: weights, biases that there are, A and B of each adapter."""
+    if torch.compiler.is_compiling():
+        scaled = [
+            [scaled_factors(a, b, s) for (a, b), s in zip(ab, scale, strict=True)]
+            for ab, scale in zip(adapters, scalings, strict=True)
+        ]
+        adapters = [[(a, b) for a, b, _ in layer] for layer in scaled]
+        scalings = [[s for *_, s in layer] for layer in scaled]
     call = _qkv.GroupCall(
         has_bias=[b is not None for b in biases],
         adapters=[len(ab) for ab in adapters],

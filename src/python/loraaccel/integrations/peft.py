@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from loraaccel import _state
 from loraaccel._autograd import autocast_dtype
+from loraaccel._checks import scaled_factors
 from loraaccel.ops import LoraLinearCall
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -67,7 +68,7 @@ def fused_call(module: nn.Module, x: Any, compiling: bool) -> LoraLinearCall | s
     weight, bias, lora_a, lora_b, scalings, dropouts = operands
     if not isinstance(x, Tensor) or (type(x) not in _PLAIN and not compiling) or not _dense(x):
         return "tensor_subclass"
-    reason = _why_not_weights(weight, bias, lora_a, lora_b)
+    reason = _why_not_weights(weight, bias, lora_a, lora_b, compiling)
     if reason:
         return reason
     if not (x.is_cpu and weight.is_cpu) and x.device != weight.device:
@@ -140,8 +141,7 @@ def _operands(
             if not compiling:
                 scaling = scaling.item()
         if compiling:
-            a_weight, b_weight = scaled_factors(a_weight, b_weight, scaling)
-            scaling = 1.0
+            a_weight, b_weight, scaling = scaled_factors(a_weight, b_weight, scaling)
         elif not math.isfinite(scaling):
             return "scaling_type"
         lora_a.append(a_weight)
@@ -154,13 +154,6 @@ def _operands(
         return "zero_scaling"  # exactly the frozen layer's output, bit for bit, is what that is for
     weight, bias = _weight_and_bias(base)
     return weight, bias, lora_a, lora_b, scalings, dropouts
-
-
-def scaled_factors(a: Tensor, b: Tensor, scaling: float | Tensor) -> tuple[Tensor, Tensor]:
-    """A, and B times the scale, for compiled code: a scale that is an argument of the operator is a constant there, and
-    each change of strength would compile again. In float32 for 16-bit adapters, so that nothing is rounded."""
-    sums = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return a.to(sums), b.to(sums) * scaling
 
 
 def _weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -184,14 +177,16 @@ def _dense(t: Tensor) -> bool:
     return t.layout is _STRIDED and not t.is_nested
 
 
-def _why_not_weights(weight: Tensor, bias: Tensor | None, lora_a: list[Tensor], lora_b: list[Tensor]) -> str:
+def _why_not_weights(
+    weight: Tensor, bias: Tensor | None, lora_a: list[Tensor], lora_b: list[Tensor], compiling: bool = False
+) -> str:
     """Reason code for the types and places of the weights; empty where the operator takes them."""
     dtype = weight.dtype
     on_cpu = weight.is_cpu
     if not on_cpu and not weight.is_meta:
         return "device"
     for t in (weight, *lora_a, *lora_b) if bias is None else (weight, bias, *lora_a, *lora_b):
-        if type(t) not in _PLAIN or t.layout is not _STRIDED or t.is_nested:
+        if (type(t) not in _PLAIN and not compiling) or t.layout is not _STRIDED or t.is_nested:
             return "tensor_subclass"
         if not (on_cpu and t.is_cpu) and t.device != weight.device:
             return "device"

@@ -192,16 +192,15 @@ def _variant(module: Any, name: str) -> Any:
 
 
 def _number(scaling: float | Tensor) -> float:
-    return float(scaling)
+    """As the operators take it: in compiled code a tensor, or a number that may change, stays what it is."""
+    return scaling if torch.compiler.is_compiling() else float(scaling)
 
 
 def _factors(ad: Adapter) -> tuple[Tensor, Tensor, float]:
     """A, B and scale."""
     a: Any = ad.a.weight
     b: Any = ad.b.weight
-    if torch.compiler.is_compiling():
-        return (*peft.scaled_factors(a, b, ad.scaling), 1.0)
-    return a, b, float(ad.scaling)
+    return a, b, _number(ad.scaling)
 
 
 def _dtypes(adapters: Sequence[Adapter]) -> tuple[torch.dtype, ...]:
@@ -248,7 +247,7 @@ def _linear_form(module: Any, adapters: Sequence[Adapter], foreign: bool) -> str
             and type(variants[0]).__name__ == "DoraLinearVariant"
             and type(variants[0]).__module__ == "peft.tuners.lora.variants"
         )
-        if not dora or own is None or biased or isinstance(adapters[0].scaling, Tensor):
+        if not dora or own is None or biased:
             return "variant"
         magnitude = module.lora_magnitude_vector[adapters[0].name]
         if type(magnitude).__name__ != "DoraLinearLayer" or peft._has_hooks(magnitude):
@@ -284,7 +283,7 @@ def _linear(
         if type(magnitude) not in peft._PLAIN and not compiling:
             return "tensor_subclass"
         norms = None if compiling else _kept_norms(module.lora_magnitude_vector[ad.name], weight, ad)
-        args = (x, weight, bias, ad.a.weight, ad.b.weight, magnitude, float(ad.scaling), ad.p, norms)
+        args = (x, weight, bias, ad.a.weight, ad.b.weight, magnitude, _number(ad.scaling), ad.p, norms)
         return Form(kind, lambda: _dora.dora(*args), active, _dtypes(adapters))
     factors = [_factors(ad) for ad in adapters]
     bias = _with_adapter_biases(weight, bias, adapters)
@@ -450,7 +449,7 @@ def _convolution(module: Any, x: Tensor, adapters: Sequence[Adapter]) -> Form | 
             geometry = frozen.stride, frozen.padding, frozen.dilation
             a: Any = ad.a.weight
             b: Any = ad.b.weight
-            y = _conv2d.whole_conv(x, frozen.weight, frozen.bias, a, b, float(ad.scaling), geometry)
+            y = _conv2d.whole_conv(x, frozen.weight, frozen.bias, a, b, _number(ad.scaling), geometry)
             if y is not None:
                 return y
         base = module.base_layer(x)
@@ -466,7 +465,7 @@ def _convolution(module: Any, x: Tensor, adapters: Sequence[Adapter]) -> Form | 
             hidden.append(h)
             ups.append(up)
         if not several:
-            return _expand.expand_channels(base, hidden[0], ups[0], float(adapters[0].scaling))
+            return _expand.expand_channels(base, hidden[0], ups[0], _number(adapters[0].scaling))
         return _expand.expand_channels(base, torch.cat(hidden, 1), torch.cat(ups, 1), 1.0)
 
     return Form("lora_conv2d", run, any(ad.p for ad in adapters), _dtypes(adapters))
@@ -497,20 +496,26 @@ def _embedding_adapters(module: Any) -> list[tuple[str, Tensor, Tensor, float]] 
         if _variant(module, name) is not None:
             return "variant"
         a, b, scaling = module.lora_embedding_A[name], module.lora_embedding_B[name], module.scaling[name]
-        if not isinstance(a, Tensor) or type(a) not in peft._PLAIN or type(b) not in peft._PLAIN:
-            return "adapter_class"
+        compiling = torch.compiler.is_compiling()
+        for t in (a, b):
+            if not isinstance(t, Tensor) or (type(t) not in peft._PLAIN and not compiling):
+                return "adapter_class"
         if getattr(module, "input_fns", {}).get(name) or getattr(module, "output_fns", {}).get(name):
             return "adapter_class"
-        if isinstance(scaling, Tensor) or not math.isfinite(scaling):
+        if isinstance(scaling, Tensor):
+            if scaling.numel() != 1 or scaling.device.type != "cpu" or scaling.requires_grad:
+                return "scaling_type"
+            scaling = scaling if compiling else scaling.item()
+        if not compiling and not math.isfinite(scaling):
             return "scaling_type"
         if a.dtype not in peft._FLOATS or b.dtype != a.dtype:
             return "dtype"
         if not (a.is_cpu and b.is_cpu):
             return "device"
-        found.append((name, a, b, float(scaling)))
+        found.append((name, a, b, _number(scaling)))
     if not found:
         return "no_active_adapter"
-    if not any(scaling for *_, scaling in found):
+    if not torch.compiler.is_compiling() and not any(scaling for *_, scaling in found):
         return "zero_scaling"
     scale = getattr(module, "_get_embed_scale", None)
     if scale is not None and scale() is not None:
