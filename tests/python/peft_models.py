@@ -157,6 +157,19 @@ def counted() -> Iterator[dict[str, int]]:
                 result[key] = n - before[group].get(key, 0)
 
 
+class Varied(nn.Module):
+    """Every kind of layer that an adapter goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(10, 8), nn.Linear(8, 16)
+        self.conv, self.down = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(32, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = torch.tanh(self.up(self.embed(ids)))
+        return self.down(torch.tanh(self.conv(h[:, None])).transpose(1, 2).flatten(2))
+
+
 # ---- comparison ------------------------------------------------------------------------------------------------------
 
 
