@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ def scaled_factors(lora_a: Tensor, lora_b: Tensor, scaling: float | Tensor) -> t
 def in_force(training: bool, *probabilities: float) -> list[float]:
     """0 outside training; the operator refuses what is no probability, in training or not."""
     return [float(p) if training or not 0.0 <= p <= 1.0 else 0.0 for p in probabilities]
+
+
+def check_product(op: str, scaling: float, x: Tensor, operands: dict[str, Tensor]) -> None:
+    """A finite scale, and float64 operands beside float64 only: what the operators of linear layers ask for, where the
+    product may be made by torch."""
+    if not torch.compiler.is_compiling() and not math.isfinite(scaling):
+        raise RuntimeError(f"{op}: scaling is {scaling}, expected a finite number")
+    for name, t in operands.items():
+        if (t.dtype == torch.float64) != (x.dtype == torch.float64) or not t.is_floating_point():
+            kinds = [str(v.dtype).removeprefix("torch.") for v in (t, x)]
+            raise RuntimeError(
+                f"{op}: {name} is {kinds[0]} and x {kinds[1]}, expected both float64 or neither"
+            )
 
 
 def check_probabilities(op: str, **probabilities: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import check_operands, check_probabilities, in_force, number, scaled_factors
-from loraaccel.ops import lora_linear_adapters
+from loraaccel.ops import lora_delta_adapters, lora_linear_adapters
 
 norms_op = torch.ops.loraaccel.weight_norms.default
 gain_op = torch.ops.loraaccel.column_gain.default
@@ -110,16 +110,38 @@ def dora(
         norms = adapted_norms(weight, lora_a, lora_b, scaling)
     sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
     gain = magnitude.to(sums) / norms.to(sums)
+    wide = lora_a.dtype.itemsize > z_dtype(x, weight).itemsize
     if dropout == 0.0:
         # Before the first step every gain is 1: then y is the frozen layer's output, bit for bit.
         fresh = not torch.compiler.is_compiling() and gain.is_cpu and bool((gain == 1).all())
+        if wide and not fresh:
+            frozen = lora_linear_adapters(x, weight, None, (), (), [], [])
+            y = column_gain(frozen, gain, None if bias is None else bias.to(frozen.dtype))
+            return _with_gained(x, y, lora_a, lora_b, gain, scaling)
         z = lora_linear_adapters(x, weight, bias if fresh else None, (lora_a,), (lora_b,), [scaling], [0.0])
         return column_gain(z, gain, None if bias is None else bias.to(z.dtype), fresh)
     # x Wᵀ + bias + (gain - 1) ∘ (D(x) Wᵀ) + gain ∘ s D(x) Aᵀ Bᵀ, with the first and third part of W in one product.
-    dropped = F.dropout(x, dropout)
-    z = lora_linear_adapters(dropped, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
+    masked = F.dropout(x.to(lora_a.dtype) if wide else x, dropout)
+    dropped = masked.to(x.dtype)
     rest = lora_linear_adapters(x - dropped, weight, bias, (), (), [], [])
+    if wide:
+        frozen = lora_linear_adapters(dropped, weight, None, (), (), [], [])
+        return _with_gained(masked, column_gain(frozen, gain, None) + rest, lora_a, lora_b, gain, scaling)
+    z = lora_linear_adapters(dropped, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
     return column_gain(z, gain, None) + rest
+
+
+def _with_gained(
+    x: Tensor, y: Tensor, lora_a: Tensor, lora_b: Tensor, gain: Tensor, scaling: float
+) -> Tensor:
+    """y + gain ∘ s x Aᵀ Bᵀ, for adapters in float32 beside 16 bit: their gradients take the output's gradient as it is,
+    and not one that the gain has rounded. y is rounded once more for it."""
+    return lora_delta_adapters(x, y, (lora_a,), (lora_b * gain[:, None],), [scaling], [0.0])
+
+
+def z_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Type of the layer's output."""
+    return _autograd.autocast_dtype(x, weight) or x.dtype
 
 
 @torch.library.register_fake("loraaccel::weight_norms")

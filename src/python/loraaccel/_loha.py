@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraaccel._checks import check_matrix, check_operands, number
+from loraaccel._checks import check_matrix, check_operands, check_product, number
 from loraaccel._conv2d import Pair, conv_update
 from loraaccel._rank_dropout import row_mask
 from loraaccel.ops import lora_linear_adapters
@@ -44,6 +44,7 @@ def loha_linear(
     n, k = weight.shape
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
     scale = number(op, scaling)
+    check_product(op, scale, x, {"w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b})
     rows = x.numel() // max(k, 1)
     rank = w1_a.shape[1] * w2_a.shape[1]
     mask = row_mask(op, w1_a, rank_dropout, rank_dropout_dialect, training)
@@ -135,6 +136,7 @@ def loha_conv2d(
     n, k = weight.shape[0], weight[0].numel()
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
     scale = number(op, scaling)
+    check_product(op, scale, x, {"w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b})
     geometry = stride, padding, dilation
     base = F.conv2d(x, weight, bias, *geometry)
     pixels = base.shape[0] * base.shape[2:].numel()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraaccel import _expand
-from loraaccel._checks import check_matrix, check_operands, number
+from loraaccel._checks import check_matrix, check_operands, check_product, number
 from loraaccel._conv2d import Pair
 from loraaccel._rank_dropout import row_mask
 from loraaccel.ops import lora_linear_adapters
@@ -43,6 +43,7 @@ def lokr_linear(
     (a, c), (b, d) = _factor_shape(op, "w1", w1), _factor_shape(op, "w2", w2)
     check_matrix(op, "weight", weight, a * b, c * d)
     scale = number(op, scaling)
+    check_product(op, scale, x, _named_factors(w1, w2))
     mask = row_mask(op, weight, rank_dropout, rank_dropout_dialect, training)
     base = lora_linear_adapters(x, weight, bias, (), (), [], [])
     if mask is not None:
@@ -99,6 +100,7 @@ def lokr_conv2d(
     a, c = _factor_shape(op, "w1", w1)
     kernel = weight.shape[2:]
     scale = number(op, scaling)
+    check_product(op, scale, x, _named_factors(w1, w2))
     up: Tensor | None = None
     if isinstance(w2, tuple):
         up, down = w2

@@ -25,8 +25,8 @@ def lora_norm(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tensor:
     a, b = _factors("lora_norm", lora_A, lora_B)
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         sums = torch.float64 if a.dtype == torch.float64 else torch.float32
-        a, b = a.to(sums), b.to(sums)
-        square = ((b.t() @ b).double() * (a @ a.t()).double()).sum()
+        a, b = a.double(), b.double()  # the sum may cancel, as of a difference of two adapters
+        square = ((b.t() @ b) * (a @ a.t())).sum()
         return (square.clamp_min(0.0).sqrt() * abs(number("lora_norm", scaling))).to(sums)
 
 

@@ -202,6 +202,8 @@ def _verified(
         error = _relative_error(y.double(), expected.double())
     state.largest_error = max(state.largest_error, error)
     dtypes = [y.dtype, *form.dtypes]
+    if torch.is_autocast_enabled("cpu"):
+        dtypes.append(torch.get_autocast_dtype("cpu"))
     bound = max(VERIFY_BOUND[t] for t in dtypes)
     if y.dtype == expected.dtype and error <= bound:
         return True

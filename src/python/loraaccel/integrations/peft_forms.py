@@ -428,6 +428,8 @@ def _why_not_conv(module: Any, adapters: Sequence[Adapter]) -> str:
             return "adapter_class"
         if ad.a.weight.dtype != ad.b.weight.dtype:
             return "dtype"
+        if (ad.a.weight.dtype == torch.float64) != (module.base_layer.weight.dtype == torch.float64):
+            return "dtype"
     return ""
 
 
@@ -509,6 +511,8 @@ def _embedding_adapters(module: Any) -> list[tuple[str, Tensor, Tensor, float]] 
         if not compiling and not math.isfinite(scaling):
             return "scaling_type"
         if a.dtype not in peft._FLOATS or b.dtype != a.dtype:
+            return "dtype"
+        if (a.dtype == torch.float64) != (module.base_layer.weight.dtype == torch.float64):
             return "dtype"
         if not (a.is_cpu and b.is_cpu):
             return "device"
