@@ -17,7 +17,8 @@ from loraaccel.integrations.hosts import Host, host_of
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
 KINDS = (
-    "lora_linear", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding",
+    "lora_linear", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding", "loha_linear",
+    "loha_conv2d", "lokr_linear", "lokr_conv2d",
 )  # fmt: skip
 
 
@@ -82,7 +83,8 @@ def patch(
         "dora_linear": linear layers with DoRA;
         "lora_delta": linear layers whose frozen half computes its own output (quantised, another class, with hooks);
         "lora_linear_batched": linear layers called with an adapter for each sample (adapter_names);
-        "lora_conv2d", "lora_embedding".
+        "lora_conv2d", "lora_embedding";
+        "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d": kohya's networks of these names.
     strict: raise RuntimeError, with the model unchanged, if any LoRA module falls back.
     verify: in the first ``verify`` calls of each module run its own forward too, compare, warn and go back to it for
     good where the outputs differ by more than the bound. Calls with active dropout are not compared, nor are

@@ -20,16 +20,17 @@ from torch.nn.modules import module as torch_module
 
 from loraaccel import _conv2d, _expand, _state
 from loraaccel._autograd import autocast_dtype
-from loraaccel.integrations import peft
+from loraaccel.integrations import kohya_products, peft
 from loraaccel.integrations.kohya_formula import (
     drawn_ranks,
     factors_of,
     follows_formula,
     formula,
-    kind_of,
+    is_class,
     mode_of,
     module_dropped,
     module_weight,
+    names_of,
     perturbed,
 )
 from loraaccel.integrations.peft_forms import Form
@@ -38,6 +39,27 @@ from loraaccel.ops import lora_delta_adapters, lora_linear_adapters, lora_qkv_pa
 __all__ = ["form_of", "is_reachable", "kind_of", "rebind", "why_not_module"]
 
 _FORWARDS: dict[Any, Any] = {nn.Linear: peft._linear_forward, nn.Conv2d: nn.Conv2d.forward}
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """The operator's name for a module of this kind, its class name where there is none, None for anything else."""
+    if not is_class(type(module)):  # type: ignore[arg-type]
+        return None
+    own = _own_class(module)
+    product = kohya_products.kind_of_class(own)
+    if product:
+        return kohya_products.operator_of(module, product)
+    down = module._modules.get("lora_down")
+    if down is None or not {"lora_down", "lora_up", "multiplier", "scale"} <= names_of(own):
+        return own.__name__
+    if isinstance(down, nn.Conv2d):
+        return "lora_conv2d"
+    return "lora_linear" if isinstance(down, (nn.Linear, nn.ModuleList)) else own.__name__
+
+
+def _own_class(module: nn.Module) -> Any:
+    """The class as it is without us."""
+    return getattr(type(module), "_loraaccel_base", type(module))
 
 
 def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Form | str:
@@ -57,14 +79,23 @@ def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], co
     x = args[0]
     if not isinstance(x, Tensor) or type(x) not in peft._PLAIN or not peft._dense(x):
         return "tensor_subclass"
-    return why_not_module(module) or _form(module, x)
+    reason = why_not_module(module)
+    if reason:
+        return reason
+    if not x.is_cpu:
+        return "device"
+    product = kohya_products.kind_of_class(_own_class(module))
+    return kohya_products.form_of(module, product, x, frozen_layer(module)) if product else _form(module, x)
 
 
 def why_not_module(module: Any) -> str:
     """Reason code for the module as it stands, whatever x will be; empty where it may be fused."""
-    cls = getattr(type(module), "_loraaccel_base", type(module))
+    cls = _own_class(module)
+    product = kohya_products.kind_of_class(cls)
+    if product:
+        return kohya_products.why_not_module(module, product)
     mode = mode_of(module)
-    if not follows_formula(cls, mode):  # type: ignore[arg-type]
+    if not follows_formula(cls, mode):
         return "unknown_forward"
     if not getattr(module, "enabled", True):
         return "disabled"
@@ -124,8 +155,6 @@ def _form(module: Any, x: Tensor) -> Form | str:
     mode = mode_of(module)
     form = mode.form
     dtype = module_weight(module).dtype
-    if not x.is_cpu:
-        return "device"
     if x.dim() != 4 if form == "conv" else x.dim() < 1:
         return "shape"
     if mode.ranks and form != "conv" and x.dim() not in (2, 3):

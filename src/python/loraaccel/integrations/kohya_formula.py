@@ -8,6 +8,8 @@ gives, draw for draw, in the mode that is going to be fused. A class that does s
 from __future__ import annotations
 
 import functools
+import random
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -31,21 +33,7 @@ def is_class(cls: Any) -> bool:
     """A module that puts its forward in the place of a frozen layer's, which it calls."""
     if not issubclass(cls, nn.Module) or not callable(getattr(cls, "apply_to", None)):
         return False
-    return "org_forward" in _names(getattr(cls, "_loraaccel_base", cls))
-
-
-def kind_of(module: nn.Module) -> str | None:
-    """The operator's name for a module of this kind, its class name where there is none, None for anything else."""
-    if not is_class(type(module)):  # type: ignore[arg-type]
-        return None
-    own = getattr(type(module), "_loraaccel_base", type(module))
-    names = _names(own)
-    down = module._modules.get("lora_down")
-    if down is None or not {"lora_down", "lora_up", "multiplier", "scale"} <= names:
-        return own.__name__
-    if isinstance(down, nn.Conv2d):
-        return "lora_conv2d"
-    return "lora_linear" if isinstance(down, (nn.Linear, nn.ModuleList)) else own.__name__
+    return "org_forward" in names_of(getattr(cls, "_loraaccel_base", cls))
 
 
 def formula(module: Any, x: Tensor, base: Tensor | None = None) -> Tensor:
@@ -94,8 +82,8 @@ def factors_of(module: Any) -> tuple[list[Any], list[Any]]:
     return [down], [up]
 
 
-def _names(cls: type) -> frozenset[str]:
-    """Every name that the class's forward uses, and those of default_forward, where it has one (kohya's inference)."""
+def names_of(cls: Any, methods: Sequence[str] = ("forward", "default_forward")) -> frozenset[str]:
+    """Every name that these methods use, as far as the class has them (default_forward: kohya's inference)."""
     found: set[str] = set()
 
     def walk(code: CodeType) -> None:
@@ -104,7 +92,7 @@ def _names(cls: type) -> frozenset[str]:
             if isinstance(constant, CodeType):
                 walk(constant)
 
-    for name in ("forward", "default_forward"):
+    for name in methods:
         code = getattr(getattr(cls, name, None), "__code__", None)
         if isinstance(code, CodeType):
             walk(code)
@@ -124,32 +112,36 @@ class Mode(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def follows_formula(cls: type, mode: Mode) -> bool:
     """True where the class computes `formula` with the same random numbers, in training in this mode, and without."""
-    if _names(cls) - _KNOWN_NAMES or (mode.perturbed and mode.form != "linear"):
+    if names_of(cls) - _KNOWN_NAMES or (mode.perturbed and mode.form != "linear"):
         return False
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.no_grad():
         torch.manual_seed(1)
         probe, inputs = _probe(cls, mode)
         for training, repeats in ((False, 1), (True, 8 if mode.whole else 2)):
             probe.training = training
-            if not _gives_formula(cls, probe, inputs * repeats):
+            if not gives_formula(cls, formula, probe, inputs * repeats):
                 return False
     return True
 
 
-def _gives_formula(cls: Any, probe: Any, inputs: list[Tensor]) -> bool:
+def gives_formula(
+    cls: Any, formula: Callable[[Any, Tensor], Tensor], probe: Any, inputs: list[Tensor]
+) -> bool:
+    """True where the class's forward gives the formula's values on every input, and draws the same numbers."""
     for x in inputs:
-        state = torch.get_rng_state()
+        state, python_state = torch.get_rng_state(), random.getstate()
         try:
             found = cls.forward(probe, x)
         except Exception:  # noqa: BLE001  whatever it needs, we do not know it
             return False
-        after = torch.get_rng_state()
+        after, python_after = torch.get_rng_state(), random.getstate()
         torch.set_rng_state(state)
+        random.setstate(python_state)
         expected = formula(probe, x)
         if not isinstance(found, Tensor) or found.shape != expected.shape:
             return False
         same = torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-        if not same or not torch.equal(after, torch.get_rng_state()):
+        if not same or not torch.equal(after, torch.get_rng_state()) or python_after != random.getstate():
             return False
     return True
 
