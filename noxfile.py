@@ -211,3 +211,27 @@ def bench(session: nox.Session) -> None:
     """`loraaccel bench` from a wheel of this checkout. Arguments go to the command."""
     install_package(session, "bench")
     session.run("loraaccel", "bench", *session.posargs)
+
+
+# What kohya's sd-scripts imports, in the versions that its own list of requirements names.
+SDSCRIPTS = (
+    "accelerate==1.6.0", "transformers==4.54.1", "diffusers==0.32.1", "safetensors==0.4.5", "huggingface-hub==0.34.3",
+    "numpy<2", "opencv-python-headless==4.10.0.84", "einops==0.7.0", "toml==0.10.2", "voluptuous==0.15.2", "ftfy",
+    "imagesize", "rich", "tensorboard",
+)  # fmt: skip
+
+
+@nox.session
+def hosts(session: nox.Session) -> None:
+    """Tests with the real code of training tools: nox -s hosts -- --sd-scripts CHECKOUT."""
+    arguments = dict(zip(session.posargs[0::2], session.posargs[1::2], strict=False))
+    checkout = arguments.pop("--sd-scripts", os.environ.get("LORAACCEL_SDSCRIPTS_DIR"))
+    if arguments or len(session.posargs) % 2 or not checkout or not Path(checkout, "networks").is_dir():
+        session.error("expected --sd-scripts and a checkout of kohya-ss/sd-scripts")
+    install_build_tools(session, *PYPROJECT["project"]["dependencies"], *SDSCRIPTS, "pytest>=8")
+    session.install("--no-build-isolation", "--no-deps", ".")
+    test = str(ROOT / "tests" / "outside" / "test_sdscripts.py")
+    session.chdir(session.create_tmp())
+    environment = {"LORAACCEL_SDSCRIPTS_DIR": str(Path(checkout).resolve())}
+    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", "-rs"]
+    session.run("pytest", *options, test, env=environment)

@@ -112,7 +112,7 @@ def _make_class(base: type) -> type:
                     _look_for_lost_gradients(state)
                 try:
                     y = form.run()
-                except Exception as error:
+                except (RuntimeError, TypeError, ValueError) as error:  # (a checkpoint stops by another one)
                     if not _rolled_back(state, form, args, error):
                         raise
                 else:
