@@ -398,7 +398,9 @@ def test_a_checkpoint_that_stops_early_is_no_error(reentrant: bool) -> None:
         x = input_of("linear").requires_grad_()
         for step in range(3):
             torch.manual_seed(step)
-            checkpoint(lambda t: layer(torch.tanh(t)), x, use_reentrant=reentrant).square().sum().backward()
+            checkpoint(
+                lambda t, f=layer: f(torch.tanh(t)), x, use_reentrant=reentrant
+            ).square().sum().backward()
         found.append([x.grad, *(p.grad for p in module.parameters())])
     assert state.own == {}
     assert (state.reason, state.fused) == ("", 6 if reentrant else state.fused)
