@@ -21,6 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import loraaccel as la
+from loraaccel._dropout import seeded_dropout
 from reference.tolerance import unit_roundoff
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -118,14 +119,14 @@ DROPPING: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], tup
     "lora_conv2d": (
         lambda *t, **p: la.lora_conv2d(*t, 1.7, 1, 1, **p),
         IMAGE,
-        ("input", "hidden", *DIALECTS),
+        ("input", "hidden", "output", *DIALECTS),
     ),
-    "lora_conv2d Tucker": (tucker, TUCKER, ("input", "hidden", *DIALECTS)),
+    "lora_conv2d Tucker": (tucker, TUCKER, ("input", "hidden", "output", *DIALECTS)),
     "dora_linear": (dora, LINEAR | {"m": (6,)}, ("input",)),
-    "loha_linear": (lambda *t, **p: la.loha_linear(*t, 1.7, **p), LOHA, DIALECTS),
-    "loha_conv2d": (lambda *t, **p: la.loha_conv2d(*t, 1.7, 1, 1, **p), LOHA_CONV, DIALECTS),
-    "lokr_linear": (lambda *t, **p: la.lokr_linear(*t, 1.7, **p), LOKR, DIALECTS),
-    "lokr_conv2d": (lambda *t, **p: la.lokr_conv2d(*t, 1.7, 1, 1, **p), LOKR_CONV, DIALECTS),
+    "loha_linear": (lambda *t, **p: la.loha_linear(*t, 1.7, **p), LOHA, ("output", *DIALECTS)),
+    "loha_conv2d": (lambda *t, **p: la.loha_conv2d(*t, 1.7, 1, 1, **p), LOHA_CONV, ("output", *DIALECTS)),
+    "lokr_linear": (lambda *t, **p: la.lokr_linear(*t, 1.7, **p), LOKR, ("output", *DIALECTS)),
+    "lokr_conv2d": (lambda *t, **p: la.lokr_conv2d(*t, 1.7, 1, 1, **p), LOKR_CONV, ("output", *DIALECTS)),
 }
 
 
@@ -224,6 +225,45 @@ def test_the_mean_over_masks_is_the_layer_without_dropout(name: str) -> None:
     limit = 4 * samples.std(0) / n**0.5 + 1e-12
     assert float(limit.max()) < 0.5 * float(samples.std(0).max())  # it can see a wrong factor
     assert bool((error <= limit).all())
+
+
+@pytest.mark.parametrize(
+    "name", ["lora_conv2d input", "lora_conv2d hidden", "lora_conv2d output", "dora_linear input"]
+)
+def test_no_mask_is_kept_for_the_backward_pass(name: str) -> None:
+    """What autograd keeps is what a call without dropout keeps, and at most one dropped copy of x."""
+
+    def kept(f: Callable[..., Tensor]) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = f(*leaves)
+        known = {t.untyped_storage().data_ptr() for t in (*leaves, y)}
+        return sum(n for key, n in sizes.items() if key not in known)
+
+    f, shapes = DROPOUTS[name]
+    leaves = operands(shapes, F32)
+    x = leaves[0].untyped_storage().nbytes()
+    assert kept(f) <= kept(f.func) + 2 * x
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("p", [0.25, 1.0])
+def test_the_mask_is_torchs_own(p: float, dtype: torch.dtype) -> None:
+    """Same seed, same values, same gradient, and the generator is where torch would have left it."""
+    for x in (torch.randn(3, 5, 40), torch.randn(2, 4, 7, 9).to(memory_format=torch.channels_last)):
+        found = []
+        for f in (F.dropout, seeded_dropout):
+            leaf = x.to(dtype).detach().requires_grad_()
+            torch.manual_seed(8)
+            y = f(leaf, p)
+            found.append([y, torch.autograd.grad(y, leaf, torch.ones_like(y))[0], torch.get_rng_state()])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_parts_and_adapters_have_masks_of_their_own() -> None:

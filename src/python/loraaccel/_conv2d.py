@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from loraaccel import _conv_product, _expand, _state
 from loraaccel._autograd import refuse_transforms
 from loraaccel._checks import check_operands, check_probabilities, in_force, number
+from loraaccel._dropout import seeded_dropout
 from loraaccel._eager import rank_mask
 from loraaccel._rank_dropout import shared_ranks
 
@@ -34,10 +35,11 @@ def lora_conv2d(
     input_dropout: float = 0.0,
     hidden_dropout: float = 0.0,
     rank_dropout: float = 0.0,
+    output_dropout: float = 0.0,
     rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
-    """LoRA convolution (LoCon):  y = conv(x, W) + bias + scaling · conv1x1(R ∘ H ∘ conv(D(x), A), B).
+    """LoRA convolution (LoCon):  y = conv(x, W) + bias + scaling · O ∘ conv1x1(R ∘ H ∘ conv(D(x), A), B).
 
     x [S, C, H, W], weight [N, C / groups, kh, kw], bias [N] or None, lora_A [R, C, kh, kw],
     lora_B [N, R, 1, 1] (or [N, R]) → y [S, N, H', W'], in x's memory format. stride, padding, dilation as of
@@ -62,20 +64,33 @@ def lora_conv2d(
     check_operands(op, {k: v for k, v in operands.items() if v is not None}, x)
     scale = number(op, scaling)
     _check_conv(op, x, weight, lora_A, lora_B, lora_mid, groups)
-    p_input, p_hidden = in_force(training, input_dropout, hidden_dropout)
+    p_input, p_hidden, p_output = in_force(training, input_dropout, hidden_dropout, output_dropout)
     last = lora_A if lora_mid is None else lora_mid
     last, lora_B, p_rank = shared_ranks(op, last, lora_B, rank_dropout, rank_dropout_dialect, training)
     lora_A, lora_mid = (last, None) if lora_mid is None else (lora_A, last)
-    check_probabilities(op, input_dropout=p_input, hidden_dropout=p_hidden, rank_dropout=p_rank)
+    check_probabilities(
+        op, input_dropout=p_input, hidden_dropout=p_hidden, rank_dropout=p_rank, output_dropout=p_output
+    )
     refuse_transforms(op)
     geometry = stride, padding, dilation
-    if lora_mid is None and not (p_input or p_hidden or p_rank):
+    if lora_mid is None and not (p_input or p_hidden or p_rank or p_output):
         y = whole_conv(x, weight, bias, lora_A, lora_B, scale, geometry)
         if y is not None:
             return y
     base = F.conv2d(x, weight, bias, *geometry, groups)
-    dropped = F.dropout(x, p_input) if p_input else x
-    return conv_update(base, dropped, lora_A, lora_B, lora_mid, scale, geometry, p_hidden, p_rank)
+    dropped = seeded_dropout(x, p_input)
+    return with_output_dropout(
+        base,
+        p_output,
+        lambda b: conv_update(b, dropped, lora_A, lora_B, lora_mid, scale, geometry, p_hidden, p_rank),
+    )
+
+
+def with_output_dropout(base: Tensor, p: float, update: Callable[[Tensor], Tensor]) -> Tensor:
+    """update(base), which adds an adapter to it; with entries of what it adds dropped where p is not 0."""
+    if p == 0.0:
+        return update(base)
+    return base + seeded_dropout(update(torch.zeros_like(base)), p)
 
 
 def whole_conv(
@@ -117,7 +132,7 @@ def conv_update(
     else:
         h = F.conv2d(F.conv2d(x, lora_a), lora_mid, None, *geometry)
     if hidden_dropout:
-        h = F.dropout(h, hidden_dropout)
+        h = seeded_dropout(h, hidden_dropout)
     if rank_dropout:
         h = h * rank_mask(h.movedim(1, -1), rank_dropout).movedim(-1, 1)
     return _expand.expand_channels(base, h, _up(lora_b, h.shape[1]), scaling)

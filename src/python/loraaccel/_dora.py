@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import check_operands, check_probabilities, in_force, number, scaled_factors
+from loraaccel._dropout import seeded_dropout
 from loraaccel.ops import lora_delta_adapters, lora_linear_adapters
 
 norms_op = torch.ops.loraaccel.weight_norms.default
@@ -121,7 +121,7 @@ def dora(
         z = lora_linear_adapters(x, weight, bias if fresh else None, (lora_a,), (lora_b,), [scaling], [0.0])
         return column_gain(z, gain, None if bias is None else bias.to(z.dtype), fresh)
     # x Wᵀ + bias + (gain - 1) ∘ (D(x) Wᵀ) + gain ∘ s D(x) Aᵀ Bᵀ, with the first and third part of W in one product.
-    masked = F.dropout(x.to(lora_a.dtype) if wide else x, dropout)
+    masked = seeded_dropout(x.to(lora_a.dtype) if wide else x, dropout)
     dropped = masked.to(x.dtype)
     rest = lora_linear_adapters(x - dropped, weight, bias, (), (), [], [])
     if wide:

@@ -9,10 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraaccel._checks import check_matrix, check_operands, check_product, number
-from loraaccel._conv2d import Pair, conv_update
+from loraaccel._checks import (
+    check_matrix,
+    check_operands,
+    check_probabilities,
+    check_product,
+    in_force,
+    number,
+)
+from loraaccel._conv2d import Pair, conv_update, with_output_dropout
+from loraaccel._dropout import seeded_dropout
 from loraaccel._rank_dropout import row_mask
-from loraaccel.ops import lora_linear_adapters
+from loraaccel.ops import lora_delta_adapters, lora_linear_adapters
 
 
 def loha_linear(
@@ -26,6 +34,7 @@ def loha_linear(
     scaling: float = 1.0,
     *,
     rank_dropout: float = 0.0,
+    output_dropout: float = 0.0,
     rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
@@ -34,7 +43,7 @@ def loha_linear(
     w1_a [N, R1], w1_b [R1, K], w2_a [N, R2], w2_b [R2, K]; the rest as of `lora_linear`. ΔW has rank at most R1 R2,
     with factors made of products of rows and of columns: where that is cheaper the layer is a LoRA layer of that rank,
     else ΔW itself is made. ``rank_dropout`` drops rows of ΔW in training, kept ones times 1 / (1 - p) or as
-    ``rank_dropout_dialect`` says, see `lora_linear`.
+    ``rank_dropout_dialect`` says, see `lora_linear`; ``output_dropout`` entries of x ΔWᵀ.
     Source: Hyeon-Woo et al., "FedPara", 2022; LyCORIS, Yeh et al., 2023.
     """
     op = "loha_linear"
@@ -44,6 +53,8 @@ def loha_linear(
     n, k = weight.shape
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
     scale = number(op, scaling)
+    (p_output,) = in_force(training, output_dropout)
+    check_probabilities(op, output_dropout=p_output)
     check_product(op, scale, x, {"w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b})
     rows = x.numel() // max(k, 1)
     rank = w1_a.shape[1] * w2_a.shape[1]
@@ -52,9 +63,15 @@ def loha_linear(
     if _factors_pay(rows, n, k, rank, w1_a.shape[1] + w2_a.shape[1], added):
         a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
         b = b if mask is None else b * mask[:, None]
+        if p_output:
+            base = lora_linear_adapters(x, weight, bias, (), (), [], [])
+            return lora_delta_adapters(x, base, (a,), (b,), [scale], [0.0], (), p_output)
         return lora_linear_adapters(x, weight, bias, (a,), (b,), [scale], [0.0])
     delta = (w1_a @ w1_b) * (w2_a @ w2_b) * scale
     delta = delta if mask is None else delta * mask[:, None]
+    if p_output:
+        base = lora_linear_adapters(x, weight, bias, (), (), [], [])
+        return base + seeded_dropout(F.linear(x.to(base.dtype), delta.to(base.dtype)), p_output)
     return _with_delta(x, weight, bias, delta)
 
 
@@ -114,6 +131,7 @@ def loha_conv2d(
     t1: Tensor | None = None,
     t2: Tensor | None = None,
     rank_dropout: float = 0.0,
+    output_dropout: float = 0.0,
     rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
@@ -131,11 +149,13 @@ def loha_conv2d(
         raise ValueError(f"{op}: one of t1 and t2, expected both or neither")
     if t1 is not None and t2 is not None:
         return _tucker(op, x, weight, bias, (w1_a, w1_b, t1), (w2_a, w2_b, t2), scaling, (stride, padding, dilation),
-                       rank_dropout, rank_dropout_dialect, training)  # fmt: skip
+                       rank_dropout, output_dropout, rank_dropout_dialect, training)  # fmt: skip
     w1_b, w2_b = w1_b.flatten(1), w2_b.flatten(1)
     n, k = weight.shape[0], weight[0].numel()
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
     scale = number(op, scaling)
+    (p_output,) = in_force(training, output_dropout)
+    check_probabilities(op, output_dropout=p_output)
     check_product(op, scale, x, {"w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b})
     geometry = stride, padding, dilation
     base = F.conv2d(x, weight, bias, *geometry)
@@ -145,10 +165,15 @@ def loha_conv2d(
     if _factors_pay(pixels, n, k, rank, w1_a.shape[1] + w2_a.shape[1], _records(x, w1_a, w1_b, w2_a, w2_b)):
         a, b = hadamard_factors(w1_a, w1_b, w2_a, w2_b)
         b = b if mask is None else b * mask[:, None]
-        return conv_update(base, x, a.reshape(rank, *weight.shape[1:]), b, None, scale, geometry)
+        down = a.reshape(rank, *weight.shape[1:])
+        return with_output_dropout(
+            base, p_output, lambda y: conv_update(y, x, down, b, None, scale, geometry)
+        )
     delta = (w1_a @ w1_b) * (w2_a @ w2_b) * scale
     delta = delta if mask is None else delta * mask[:, None]
-    return base + F.conv2d(x, delta.reshape(weight.shape).to(x.dtype), None, *geometry)
+    return base + seeded_dropout(
+        F.conv2d(x, delta.reshape(weight.shape).to(x.dtype), None, *geometry), p_output
+    )
 
 
 def _tucker(
@@ -161,6 +186,7 @@ def _tucker(
     scaling: float,
     geometry: tuple[Any, Any, Any],
     rank_dropout: float,
+    output_dropout: float,
     dialect: str,
     training: bool,
 ) -> Tensor:
@@ -178,4 +204,10 @@ def _tucker(
         up = up * mask[:, None]
     mid = (t1[:, None, :, None] * t2[None, :, None, :]).flatten(2, 3).flatten(0, 1)
     base = F.conv2d(x, weight, bias, *geometry)
-    return conv_update(base, x, down[:, :, None, None], up, mid, number(op, scaling), geometry)
+    scale = number(op, scaling)
+    check_product(op, scale, x, {"w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b, "t1": t1, "t2": t2})
+    (p_output,) = in_force(training, output_dropout)
+    check_probabilities(op, output_dropout=p_output)
+    return with_output_dropout(
+        base, p_output, lambda y: conv_update(y, x, down[:, :, None, None], up, mid, scale, geometry)
+    )

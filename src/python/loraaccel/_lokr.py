@@ -9,8 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraaccel import _expand
-from loraaccel._checks import check_matrix, check_operands, check_product, number
+from loraaccel._checks import (
+    check_matrix,
+    check_operands,
+    check_probabilities,
+    check_product,
+    in_force,
+    number,
+)
 from loraaccel._conv2d import Pair
+from loraaccel._dropout import seeded_dropout
 from loraaccel._rank_dropout import row_mask
 from loraaccel.ops import lora_linear_adapters
 
@@ -26,6 +34,7 @@ def lokr_linear(
     scaling: float = 1.0,
     *,
     rank_dropout: float = 0.0,
+    output_dropout: float = 0.0,
     rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
@@ -33,7 +42,7 @@ def lokr_linear(
 
     w1 [a, c] and w2 [b, d], each a tensor or a pair of low-rank factors ([a, R], [R, c]); weight [N, K] with N = a b
     and K = c d. x is read as [..., c, d]: multiplied by w2 along d and by w1 along c, in the order that costs less;
-    w1 ⊗ w2 is never made. ``rank_dropout`` drops rows of it as in `loha_linear`. Types and errors as in
+    w1 ⊗ w2 is never made. Dropouts as in `loha_linear`. Types and errors as in
     `lora_linear`; y is rounded once more by the update.
     Source: Edalati et al., "KronA", 2022; LyCORIS, Yeh et al., 2023.
     """
@@ -44,11 +53,14 @@ def lokr_linear(
     check_matrix(op, "weight", weight, a * b, c * d)
     scale = number(op, scaling)
     check_product(op, scale, x, _named_factors(w1, w2))
+    (p_output,) = in_force(training, output_dropout)
+    check_probabilities(op, output_dropout=p_output)
     mask = row_mask(op, weight, rank_dropout, rank_dropout_dialect, training)
     base = lora_linear_adapters(x, weight, bias, (), (), [], [])
-    if mask is not None:
+    if mask is not None or p_output:
         update = lokr_update(x, torch.zeros_like(base), (a, b, c, d), w1, w2, scale)
-        return base + update * mask.to(base.dtype)
+        update = update if mask is None else update * mask.to(base.dtype)
+        return base + seeded_dropout(update, p_output)
     return lokr_update(x, base, (a, b, c, d), w1, w2, scale)
 
 
@@ -84,6 +96,7 @@ def lokr_conv2d(
     *,
     t2: Tensor | None = None,
     rank_dropout: float = 0.0,
+    output_dropout: float = 0.0,
     rank_dropout_dialect: str = "kohya",
     training: bool = True,
 ) -> Tensor:
@@ -101,6 +114,8 @@ def lokr_conv2d(
     kernel = weight.shape[2:]
     scale = number(op, scaling)
     check_product(op, scale, x, _named_factors(w1, w2))
+    (p_output,) = in_force(training, output_dropout)
+    check_probabilities(op, output_dropout=p_output)
     up: Tensor | None = None
     if isinstance(w2, tuple):
         up, down = w2
@@ -133,11 +148,15 @@ def lokr_conv2d(
     if up is not None:
         hidden = F.conv2d(hidden, up[:, :, None, None])
     samples, pixels = x.shape[0], base.shape[2:].numel()
-    under = base if mask is None else torch.zeros_like(base)
+    alone = mask is not None or p_output > 0.0
+    under = torch.zeros_like(base) if alone else base
     y = _expand.expand_channels(
         under.reshape(samples, a, b * pixels), hidden.reshape(samples, c, b * pixels), _whole(w1), scale
     ).reshape(base.shape)
-    return y if mask is None else base + y * mask.to(y.dtype)[:, None, None]
+    if not alone:
+        return y
+    y = y if mask is None else y * mask.to(y.dtype)[:, None, None]
+    return base + seeded_dropout(y, p_output)
 
 
 def _named_factors(w1: Factor, w2: Factor) -> dict[str, Tensor]:
