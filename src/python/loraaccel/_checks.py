@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 def check_operands(where: str, operands: dict[str, Any], x: Tensor) -> None:
-    for name, t in operands.items():
+    given = operands if any(t is x for t in operands.values()) else {"x": x, **operands}
+    for name, t in given.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{where}: {name} is a {type(t).__name__}, expected a torch.Tensor")
+    for name, t in given.items():
         if t.device != x.device:
             raise ValueError(f"{where}: {name} is on {t.device}, expected {x.device} as x")
 

@@ -61,7 +61,8 @@ def lora_conv2d(
         "lora_B": lora_B,
         "lora_mid": lora_mid,
     }
-    check_operands(op, {k: v for k, v in operands.items() if v is not None}, x)
+    optional = ("bias", "lora_mid")
+    check_operands(op, {k: v for k, v in operands.items() if v is not None or k not in optional}, x)
     scale = number(op, scaling)
     _check_conv(op, x, weight, lora_A, lora_B, lora_mid, groups)
     p_input, p_hidden, p_output = in_force(training, input_dropout, hidden_dropout, output_dropout)

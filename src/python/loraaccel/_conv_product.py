@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from loraaccel import _autograd, _core, _expand
 from loraaccel._autograd import _below_autograd, autocast_dtype
+from loraaccel._saved import keep_or_shape, kept_or_shape
 
 forward_op = torch.ops.loraaccel.lora_conv2d.default
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -175,13 +176,17 @@ class _LoraConv(torch.autograd.Function):
     ) -> Tensor:
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         y, hidden, x, weight = _forward(x, weight, bias, lora_a, lora_b, scaling, numbers, cast)
-        ctx.save_for_backward(x, weight, lora_a, lora_b, hidden)
+        # Only what some gradient reads: x may be changed in place by a user where nothing needs it.
+        need_x, need_w, _, need_a, _ = ctx.needs_input_grad[:5]
+        saved, ctx.likes = keep_or_shape((x, weight, lora_a), (need_w or need_a, need_x, need_x))
+        ctx.save_for_backward(hidden, lora_b, *saved)
         ctx.rest = scaling, numbers, dtypes
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, lora_a, lora_b, hidden = ctx.saved_tensors
+        hidden, lora_b, *saved = ctx.saved_tensors
+        x, weight, lora_a = kept_or_shape(saved, ctx.likes)
         scaling, numbers, (x_dtype, w_dtype, b_dtype) = ctx.rest
         gx, gw, gb, ga, gup = _gradients(
             grad, x, weight, lora_a, lora_b, hidden, scaling, numbers, ctx.needs_input_grad[:5]

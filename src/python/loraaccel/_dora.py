@@ -46,7 +46,11 @@ def dora_linear(
     operands = {
         "x": x, "weight": weight, "bias": bias, "lora_A": lora_A, "lora_B": lora_B, "magnitude": magnitude,
     }  # fmt: skip
-    check_operands(op, {k: v for k, v in operands.items() if v is not None}, x)
+    check_operands(op, {k: v for k, v in operands.items() if v is not None or k != "bias"}, x)
+    if weight_norm is not None and (weight.dim() != 2 or tuple(weight_norm.shape) != (weight.shape[0],)):
+        raise RuntimeError(
+            f"{op}: weight_norm has shape {list(weight_norm.shape)}, expected [{weight.shape[0]}]"
+        )
     if weight.dim() != 2 or tuple(magnitude.shape) != (weight.shape[0],):
         raise RuntimeError(
             f"{op}: magnitude has shape {list(magnitude.shape)}, expected [{weight.shape[0]}] to go with weight "
@@ -116,8 +120,8 @@ def dora(
         fresh = not torch.compiler.is_compiling() and gain.is_cpu and bool((gain == 1).all())
         if wide and not fresh:
             frozen = lora_linear_adapters(x, weight, None, (), (), [], [])
-            y = column_gain(frozen, gain, None if bias is None else bias.to(frozen.dtype))
-            return _with_gained(x, y, lora_a, lora_b, gain, scaling)
+            y = column_gain(frozen.float(), gain, None if bias is None else bias.float())
+            return _with_gained(x, y, lora_a, lora_b, gain, scaling).to(frozen.dtype)
         z = lora_linear_adapters(x, weight, bias if fresh else None, (lora_a,), (lora_b,), [scaling], [0.0])
         return column_gain(z, gain, None if bias is None else bias.to(z.dtype), fresh)
     # x Wᵀ + bias + (gain - 1) ∘ (D(x) Wᵀ) + gain ∘ s D(x) Aᵀ Bᵀ, with the first and third part of W in one product.
@@ -126,7 +130,8 @@ def dora(
     rest = lora_linear_adapters(x - dropped, weight, bias, (), (), [], [])
     if wide:
         frozen = lora_linear_adapters(dropped, weight, None, (), (), [], [])
-        return _with_gained(masked, column_gain(frozen, gain, None) + rest, lora_a, lora_b, gain, scaling)
+        y = column_gain(frozen.float(), gain, None) + rest
+        return _with_gained(masked, y, lora_a, lora_b, gain, scaling).to(frozen.dtype)
     z = lora_linear_adapters(dropped, weight, None, (lora_a,), (lora_b,), [scaling], [0.0])
     return column_gain(z, gain, None) + rest
 
@@ -134,8 +139,8 @@ def dora(
 def _with_gained(
     x: Tensor, y: Tensor, lora_a: Tensor, lora_b: Tensor, gain: Tensor, scaling: float
 ) -> Tensor:
-    """y + gain ∘ s x Aᵀ Bᵀ, for adapters in float32 beside 16 bit: their gradients take the output's gradient as it is,
-    and not one that the gain has rounded. y is rounded once more for it."""
+    """y + gain ∘ s x Aᵀ Bᵀ with y in float32, for adapters in float32 beside a 16-bit layer: what PEFT computes in
+    float32 then, with no rounding by the gain in the output or in their gradients."""
     return lora_delta_adapters(x, y, (lora_a,), (lora_b * gain[:, None],), [scaling], [0.0])
 
 

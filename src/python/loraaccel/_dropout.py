@@ -16,7 +16,9 @@ def seeded_dropout(x: Tensor, p: float) -> Tensor:
     anew. In compiled code and with the switch off it is torch's own."""
     if p == 0.0:
         return x
-    if torch.compiler.is_compiling() or _state.off() or not x.is_cpu or p == 1.0:  # (of 1 torch draws no mask)
+    if (
+        torch.compiler.is_compiling() or _state.off() or not x.is_cpu or p == 1.0
+    ):  # (of 1 torch draws no mask)
         return F.dropout(x, p)
     # Drawn from a copy, so that a draw of another thread in between cannot part the two passes.
     generator = torch.Generator()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,7 @@ def lora_delta(
     rank_factors: Tensor | None = None,
 ) -> Tensor:
     """base and the adapters' update, the latter with every kind of dropout; as many numbers as `DeltaCall` has."""
+    check(x, base, lora_a, lora_b, scalings, (*dropouts, *rank_dropouts, output_dropout), adapter_ids)
     y, column = base, 0
     for i, (a, b, scaling, p) in enumerate(zip(lora_a, lora_b, scalings, dropouts, strict=True)):
         x = x.to(a.dtype)
@@ -58,6 +60,34 @@ def lora_delta(
             delta = torch.where(mine if delta.dim() > 1 else mine[0], delta, torch.zeros_like(delta))
         y = y + delta
     return y.to(base.dtype)
+
+
+def check(
+    x: Tensor,
+    base: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    scalings: Sequence[float],
+    probabilities: Sequence[float],
+    adapter_ids: Tensor | None = None,
+) -> None:
+    """What plain torch would broadcast, or take, and the operators refuse."""
+    for a, b, scaling in zip(lora_a, lora_b, scalings, strict=True):
+        if a.dim() != 2 or a.shape[1] != x.shape[-1]:
+            raise RuntimeError(f"loraaccel: lora_A has shape {list(a.shape)}, expected [R, {x.shape[-1]}]")
+        if tuple(b.shape) != (base.shape[-1], a.shape[0]):
+            expected = [base.shape[-1], a.shape[0]]
+            raise RuntimeError(f"loraaccel: lora_B has shape {list(b.shape)}, expected {expected} (N, R)")
+        if not torch.compiler.is_compiling() and not math.isfinite(scaling):
+            raise RuntimeError(f"loraaccel: scaling is {scaling}, expected a finite number")
+    if any(not 0.0 <= p <= 1.0 for p in probabilities):
+        raise RuntimeError(f"loraaccel: dropouts {list(probabilities)}, expected probabilities from 0 to 1")
+    if adapter_ids is not None and adapter_ids.numel():
+        low, high = int(adapter_ids.min()), int(adapter_ids.max())
+        if low < -1 or high >= len(lora_a):
+            raise RuntimeError(
+                f"loraaccel: adapter_ids from {low} to {high}, expected -1 (none) to {len(lora_a) - 1}"
+            )
 
 
 def lora_qkv(

@@ -48,7 +48,7 @@ def loha_linear(
     """
     op = "loha_linear"
     operands = {"weight": weight, "bias": bias, "w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b}
-    check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None}, x)
+    check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None or k != "bias"}, x)
     check_matrix(op, "weight", weight, None, x.shape[-1] if x.dim() else None)
     n, k = weight.shape
     _check_hadamard(op, (w1_a, w1_b, w2_a, w2_b), n, k)
@@ -144,7 +144,7 @@ def loha_conv2d(
     """
     op = "loha_conv2d"
     operands = {"weight": weight, "bias": bias, "w1_a": w1_a, "w1_b": w1_b, "w2_a": w2_a, "w2_b": w2_b}
-    check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None}, x)
+    check_operands(op, {"x": x} | {k: v for k, v in operands.items() if v is not None or k != "bias"}, x)
     if (t1 is None) != (t2 is None):
         raise ValueError(f"{op}: one of t1 and t2, expected both or neither")
     if t1 is not None and t2 is not None:

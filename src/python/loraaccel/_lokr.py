@@ -70,16 +70,18 @@ def lokr_update(
     """base + scale · x (w1 ⊗ w2)ᵀ on checked operands; sizes: a, b, c, d."""
     a, b, c, d = sizes
     blocks = x.reshape(-1, c, d)
-    dtype = base.dtype
+    # Factors in float32 beside 16 bit: nothing is rounded between the two products.
+    dtype = torch.promote_types(base.dtype, (w2[0] if isinstance(w2, tuple) else w2).dtype)
     y = base.reshape(-1, a, b)
-    if _second_first(a, b, c, d, w2):
-        hidden = _apply(blocks, w2, dtype)  # [M, c, b]
-        y = _expand.expand_channels(y, hidden, _whole(w1), scale)
-    else:
-        hidden = torch.matmul(_whole(w1).to(dtype), blocks.to(dtype))  # [M, a, d]
-        if isinstance(w2, tuple):
-            hidden, w2 = F.linear(hidden, w2[1].to(dtype)), w2[0]
-        y = _expand.expand(y.flatten(0, 1), hidden.flatten(0, 1), w2, scale)
+    with torch.autocast(x.device.type, enabled=False):
+        if _second_first(a, b, c, d, w2):
+            hidden = _apply(blocks, w2, dtype)  # [M, c, b]
+            y = _expand.expand_channels(y, hidden, _whole(w1), scale)
+        else:
+            hidden = torch.matmul(_whole(w1).to(dtype), blocks.to(dtype))  # [M, a, d]
+            if isinstance(w2, tuple):
+                hidden, w2 = F.linear(hidden, w2[1].to(dtype)), w2[0]
+            y = _expand.expand(y.flatten(0, 1), hidden.flatten(0, 1), w2, scale)
     return y.reshape(base.shape)
 
 

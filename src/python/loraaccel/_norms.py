@@ -39,6 +39,8 @@ def lora_row_norms(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tens
         if _state.off():
             sums = torch.float64 if a.dtype == torch.float64 else torch.float32
             return torch.linalg.norm(scale * (b.to(sums) @ a.to(sums)), dim=1)
+        if torch.compiler.is_compiling():
+            return norms_op(None, [a.detach()], [b.detach()], [scale])
         with _below_autograd():
             return norms_op(None, [a.detach()], [b.detach()], [scale])
 
@@ -69,7 +71,7 @@ def limit_norms(
     if not lora_As:
         return MaxNorm(0, 0.0, 0.0)
     norms = torch.stack([lora_norm(a, b, s) for a, b, s in zip(lora_As, lora_Bs, scalings, strict=True)])
-    ratios = (max_norm / norms.clamp_min(max_norm)).tolist()
+    ratios = torch.where(norms > max_norm, max_norm / norms, 1.0).tolist()
     scaled = 0
     with torch.no_grad():
         for a, b, ratio in zip(lora_As, lora_Bs, ratios, strict=True):
@@ -125,6 +127,9 @@ def ggpo_linear(
     if not training:
         return y
     check_operands("ggpo_linear", {"combined_norms": combined_norms, "grad_norms": grad_norms}, x)
+    for name, t in (("combined_norms", combined_norms), ("grad_norms", grad_norms)):
+        if t.numel() != weight.shape[0]:
+            raise RuntimeError(f"ggpo_linear: {name} has shape {list(t.shape)}, expected [{weight.shape[0]}]")
     with torch.no_grad():
         spread = (sigma * combined_norms.flatten() + beta * grad_norms.flatten().square()) / weight.shape[
             0

@@ -97,6 +97,11 @@ def lora_delta(
     `lora_linear`.
     """
     check_operands("lora_delta", {"x": x, "base": base, "lora_A": lora_A, "lora_B": lora_B}, x)
+    if x.shape[:-1] != base.shape[:-1]:
+        expected = ", ".join(str(n) for n in (*x.shape[:-1], lora_B.shape[0] if lora_B.dim() else "N"))
+        raise RuntimeError(
+            f"lora_delta: base has shape {list(base.shape)}, expected [{expected}] to go with x"
+        )
     scale = number("lora_delta", scaling)
     p_input, p_hidden, p_output = in_force(training, input_dropout, hidden_dropout, output_dropout)
     lora_A, lora_B, p_rank = shared_ranks(
@@ -136,7 +141,7 @@ def lora_linear_batched(
     samples = x.shape[0] if x.dim() > 1 else 1
     ids = _adapter_ids(where, adapter_ids, samples)
     if not lora_As:
-        if samples and int(ids.max()) != -1:
+        if samples and bool((ids != -1).any()):
             raise RuntimeError(
                 f"{where}: sample has adapter {int(ids.max())}, expected -1: there are no adapters"
             )
