@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -260,3 +263,15 @@ def test_nothing_in_the_place_of_an_operand() -> None:
         la.ggpo_linear(
             x, matrix, None, down, up, 1.0, sigma=0.1, beta=0.1, combined_norms=one, grad_norms=one
         )
+
+
+def test_kinds_and_threads_that_are_none() -> None:
+    with pytest.raises(ValueError, match="kinds is 'lora_linear', expected a collection"):
+        la.patch(nn.Linear(2, 2), kinds="lora_linear")
+    for value in ("abc", "-1", "2.5"):
+        done = subprocess.run(
+            [sys.executable, "-c", "import loraaccel; loraaccel.lora_linear"], capture_output=True, text=True, check=False,
+            env={**os.environ, "LORAACCEL_NUM_THREADS": value},
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert f"LORAACCEL_NUM_THREADS is {value!r}, expected a number of threads" in done.stderr

@@ -95,6 +95,8 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(kinds, str):
+        raise ValueError(f"patch: kinds is {kinds!r}, expected a collection such as [{kinds!r}]")
     unknown = sorted(set(kinds or ()) - set(KINDS))
     if unknown:
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
