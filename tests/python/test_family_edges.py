@@ -270,8 +270,8 @@ def test_kinds_and_threads_that_are_none() -> None:
         la.patch(nn.Linear(2, 2), kinds="lora_linear")
     for value in ("abc", "-1", "2.5"):
         done = subprocess.run(
-            [sys.executable, "-c", "import loraaccel; loraaccel.lora_linear"], capture_output=True, text=True, check=False,
-            env={**os.environ, "LORAACCEL_NUM_THREADS": value},
+            [sys.executable, "-c", "import loraaccel; loraaccel.lora_linear"], capture_output=True, text=True,
+            check=False, env={**os.environ, "LORAACCEL_NUM_THREADS": value},
         )  # fmt: skip
         assert done.returncode == 1
         assert f"LORAACCEL_NUM_THREADS is {value!r}, expected a number of threads" in done.stderr

@@ -45,8 +45,8 @@ _wanted = {"threads": 0}
 
 
 def apply_num_threads() -> None:
-    """Tells a freshly loaded libloraaccel what set_num_threads() said before. ValueError for a LORAACCEL_NUM_THREADS that
-    is no number of threads."""
+    """Tells a freshly loaded libloraaccel what set_num_threads() said before. ValueError for a LORAACCEL_NUM_THREADS
+    that is no number of threads."""
     given = os.environ.get("LORAACCEL_NUM_THREADS", "")
     if given and not (given.isascii() and given.isdigit()):
         raise ValueError(f"LORAACCEL_NUM_THREADS is {given!r}, expected a number of threads")
