@@ -121,11 +121,12 @@ struct LoraLinearFunction : torch::autograd::Function<LoraLinearFunction> {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       const auto [a, b] = unzip(adapters);
       const OptionalTensor seed = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
-      wanted = op.call(grads[0], saved[0], saved[1], a, b, saved[2],
-                       ctx->saved_data["scalings"].toDoubleVector(),
-                       ctx->saved_data["dropouts"].toDoubleVector(), seed,
-                       at::ArrayRef<bool>(mask.data(), mask.size()), std::nullopt,
-                       ctx->saved_data["rank_dropouts"].toDoubleVector(), std::nullopt, std::nullopt);
+      wanted =
+          op.call(grads[0], saved[0], saved[1], a, b, saved[2],
+                  ctx->saved_data["scalings"].toDoubleVector(),
+                  ctx->saved_data["dropouts"].toDoubleVector(), seed,
+                  at::ArrayRef<bool>(mask.data(), mask.size()), std::nullopt,
+                  ctx->saved_data["rank_dropouts"].toDoubleVector(), std::nullopt, std::nullopt);
     }
     if (at::GradMode::is_enabled()) {  // the caller builds a graph of this backward pass
       for (Tensor& g : wanted) g = g.detach().requires_grad_();
