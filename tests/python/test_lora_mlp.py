@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft_models import distance
 from torch import Tensor
 
 from loraaccel.ops import LoraWeights, lora_mlp
+from reference.tolerance import unit_roundoff
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -326,7 +328,7 @@ def test_autocast(enabled: torch.dtype) -> None:
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_compiled_is_the_same(dtype: torch.dtype, gated: bool, backend: str) -> None:
-    """One graph, and the same operator in it: the same bits."""
+    """One graph, and the same operator in it: the same numbers, up to where the scale is multiplied in."""
     torch._dynamo.reset()
     layers = make_layers(24, 40, 20, dtype, gated=gated)
     x, grad = randn(2, 5, 24, dtype=dtype), randn(2, 5, 20, dtype=dtype)
@@ -334,7 +336,8 @@ def test_compiled_is_the_same(dtype: torch.dtype, gated: bool, backend: str) -> 
     compiled = results(torch.compile(lora_mlp, fullgraph=True, backend=backend), x, layers, "gelu_tanh", grad)
     torch._dynamo.reset()
     for name, want in eager.items():
-        assert torch.equal(compiled[name], want), name
+        assert compiled[name].dtype == want.dtype
+        assert distance(compiled[name], want) <= (1e-6 if dtype == F32 else 2 * unit_roundoff(dtype)), name
 
 
 def test_the_registered_operator() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft_models import distance
 from torch import Tensor
 
 import loraaccel
 from loraaccel.ops import lora_linear, lora_qkv
 from reference.calls import Call, expected, make_call
-from reference.tolerance import assert_within
+from reference.tolerance import assert_within, unit_roundoff
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 KERNELS = [k["name"] for k in loraaccel.kernels() if k["op"] == "lora_linear" and k["available"]]
@@ -305,7 +306,7 @@ def test_outputs_are_views_of_one_buffer(grad: bool) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_compiled(dtype: torch.dtype, backend: str) -> None:
-    """One graph, and the same operator in it: the same bits."""
+    """One graph, and the same operator in it: the same numbers, up to where the scale is multiplied in."""
     torch._dynamo.reset()
     calls = make_group((2, 9), 24, ODD, (dtype, F32))
     eager = run(calls)
@@ -313,7 +314,8 @@ def test_compiled(dtype: torch.dtype, backend: str) -> None:
     torch._dynamo.reset()
     assert compiled.keys() == eager.keys()
     for name, want in eager.items():
-        assert torch.equal(compiled[name], want), name
+        assert compiled[name].dtype == want.dtype
+        assert distance(compiled[name], want) <= (1e-6 if dtype == F32 else 2 * unit_roundoff(dtype)), name
 
 
 def operands(dtype: torch.dtype = F32) -> tuple[Any, ...]:
