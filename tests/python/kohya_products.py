@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import torch
+from kohya_modules import LoRAModule
 from torch import Tensor, nn
 
 
@@ -36,10 +37,7 @@ class Made(nn.Module):
         self.make_parameters(math.prod(self.kernel_size) if self.conv_mode == "flat" else 1, **p)
         self.org_module = layer
 
-    def apply_to(self) -> None:
-        self.org_forward = self.org_module.forward
-        self.org_module.forward = self.forward
-        del self.org_module
+    apply_to = LoRAModule.apply_to
 
     def forward(self, x: Tensor) -> Tensor:
         frozen = self.org_forward(x)
@@ -161,7 +159,7 @@ class DyLoRAModule(nn.Module):
         self.lora_B = nn.ParameterList(torch.randn(b) * 0.3 for _ in range(lora_dim))
         self.org_module = layer
 
-    apply_to = Made.apply_to
+    apply_to = LoRAModule.apply_to
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.org_forward(x)

@@ -278,19 +278,23 @@ def test_verify_ends_with_1_where_a_layer_differs(trainer: Path, tmp_path: Path)
     """A layer whose operator is made wrong: it goes back to its own forward, and the run says so at the end."""
     sabotage = (
         "import loraaccel.integrations.kohya as k\n"
-        "right = k._scaling\n"
-        "k._scaling = lambda m: right(m) * (1.5 if 'proj' in m.lora_name else 1.0)\n"
+        "right = k.lora_linear_adapters\n"
+        "k.lora_linear_adapters = lambda *a, **more: right(*a, **more) * 1.5\n"
     )
     (trainer / "train.py").write_text(TRAINER.replace("def train(", sabotage + "def train("))
     files = {}
     for mode, code in (("off", 0), ("verify", 1)):
         command = ["train.py", "networks.lora", tmp_path / f"{mode}.pt"]
-        done = start("-m", "loraaccel.run", "--use-cpp-kernel", mode, *command, cwd=trainer, code=code)
+        report = ["--report", tmp_path / f"{mode}.json"]
+        done = start(
+            "-m", "loraaccel.run", "--use-cpp-kernel", mode, *report, *command, cwd=trainer, code=code
+        )
         files[mode] = torch.load(tmp_path / f"{mode}.pt")["weights"]
     assert any(
         re.fullmatch(r"verify: lora_unet_proj failed with \d\.\de-0\d", line) for line in lines_of(done)
     )
     assert "lora_linear: 0 of 1 layers fused, 0 calls; not fused: 1 verify_failed" in lines_of(done)
+    assert json.loads((tmp_path / "verify.json").read_text())["exit_code"] == 1
     for key, value in files["off"].items():
         assert torch.allclose(files["verify"][key], value, rtol=1e-3, atol=1e-5)
 

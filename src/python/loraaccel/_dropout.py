@@ -16,14 +16,12 @@ def seeded_dropout(x: Tensor, p: float) -> Tensor:
     anew. In compiled code and with the switch off it is torch's own."""
     if p == 0.0:
         return x
-    if (
-        torch.compiler.is_compiling() or _state.off() or not x.is_cpu or p == 1.0
-    ):  # (of 1 torch draws no mask)
+    drawn = p < 1.0  # where everything is dropped torch draws no mask
+    if not drawn or torch.compiler.is_compiling() or _state.off() or not x.is_cpu:
         return F.dropout(x, p)
     # Drawn from a copy, so that a draw of another thread in between cannot part the two passes.
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state())
-    state = generator.get_state()
+    state, generator = torch.get_rng_state(), torch.Generator()
+    generator.set_state(state)
     mask = _mask(x, p, generator)
     torch.set_rng_state(generator.get_state())
     return _SeededDropout.apply(x, mask, p, state)

@@ -410,11 +410,11 @@ def _group_call(
     """The call, and its tensors in one list: weights, biases that there are, A and B of each adapter."""
     if torch.compiler.is_compiling():
         scaled = [
-            [scaled_factors(a, b, s) for (a, b), s in zip(ab, scale, strict=True)]
+            _scaled([a for a, _ in ab], [b for _, b in ab], scale)
             for ab, scale in zip(adapters, scalings, strict=True)
         ]
-        adapters = [[(a, b) for a, b, _ in layer] for layer in scaled]
-        scalings = [[s for *_, s in layer] for layer in scaled]
+        adapters = [list(zip(a, b, strict=True)) for a, b, _ in scaled]
+        scalings = [scale for *_, scale in scaled]
     call = _qkv.GroupCall(
         has_bias=[b is not None for b in biases],
         adapters=[len(ab) for ab in adapters],

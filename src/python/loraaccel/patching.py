@@ -102,7 +102,7 @@ def patch(
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)
     found = [
-        (module, host, *decide(module, name, kind, host, wanted))
+        (module, host, *_decide(module, name, kind, host, wanted))
         for name, module, kind, host in _lora_modules(model)
     ]
     report = PatchReport(tuple(entry for _, _, entry, _ in found))
@@ -119,12 +119,17 @@ def patch(
         state = patched.state_of(module)
         if state is None or state.reason != never or state.kinds != (None if kinds is None else wanted):
             limits = None if kinds is None else wanted
-            plain = host.name == "peft" and entry.kind == "lora_linear" and "lora_linear" in wanted
-            state = patched.PatchState(entry.name, never, verify, limits, plain, host=host)
-            patched.install(module, state)
+            patched.install(module, _new_state(entry, never, host, verify, limits))
         elif verify:
             state.verify = verify
     return report
+
+
+def _new_state(
+    entry: ModuleReport, never: str, host: Host, verify: int, limits: frozenset[str] | None
+) -> patched.PatchState:
+    plain = host.name == "peft" and entry.kind == "lora_linear" and "lora_linear" in (limits or KINDS)
+    return patched.PatchState(entry.name, never, verify, limits, plain, host=host)
 
 
 def patch_as_it_comes(
@@ -132,13 +137,13 @@ def patch_as_it_comes(
 ) -> Iterator[tuple[ModuleReport, patched.PatchState]]:
     """`patch` for the launcher, which sees modules one after the other: what each is, and its state."""
     for name, module, kind, host in _lora_modules(model):
-        entry, never = decide(module, name or getattr(module, "lora_name", ""), kind, host, frozenset(KINDS))
+        entry, never = _decide(module, name or getattr(module, "lora_name", ""), kind, host, frozenset(KINDS))
         if _state.SWITCHED_OFF or entry.reason == "forward_replaced":
             continue
         state = patched.state_of(module)
         if state is None or state.reason != never:
-            plain = host.name == "peft" and kind == "lora_linear"
-            state = patched.PatchState(entry.name, never, verify, None, plain, host=host, roll_back=roll_back)
+            state = _new_state(entry, never, host, verify, None)
+            state.roll_back = roll_back
             patched.install(module, state)
         yield entry, state
 
@@ -165,7 +170,7 @@ def _uses(kind: str) -> frozenset[str]:
     return frozenset(linear) if kind == "lora_linear" else frozenset({kind})
 
 
-def decide(
+def _decide(
     module: nn.Module, name: str, kind: str, host: Host, wanted: frozenset[str]
 ) -> tuple[ModuleReport, str]:
     """What to report, and the reason for never fusing this module (empty: each call decides)."""

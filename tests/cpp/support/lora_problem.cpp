@@ -24,6 +24,9 @@ DropoutSpec rank_dropout(const AdapterCase& ad, size_t i) {
   return {ad.rank_dropout, kDropoutSeed, kDropoutOffset + 200 + i};
 }
 
+// Exact in every type; a quarter of them zero.
+double given_factor(int64_t m, int64_t r) { return 0.5 * static_cast<double>((3 * m + r) % 4); }
+
 // What multiplies the rank activations of adapter i: its masks, and 0 in rows of samples that have another adapter.
 std::vector<Matrix> gates(const LoraCase& c, size_t i) {
   const AdapterCase& ad = c.adapters[i];
@@ -41,6 +44,7 @@ std::vector<Matrix> gates(const LoraCase& c, size_t i) {
     add([&](int64_t m, int64_t r) { return mask(hidden_dropout(ad, i), m, r); });
   if (ad.rank_dropout > 0)
     add([&](int64_t m, int64_t r) { return mask(rank_dropout(ad, i), m / c.sample_rows, r); });
+  if (ad.given_factors) add([](int64_t m, int64_t r) { return given_factor(m, r); });
   if (!c.sample_adapters.empty()) {
     add([&](int64_t m, int64_t) {
       const auto sample = static_cast<size_t>(m / c.sample_rows);
@@ -87,7 +91,8 @@ std::string describe(const LoraCase& c) {
   for (const AdapterCase& ad : c.adapters) {
     text += " (R " + std::to_string(ad.rank) + " " + dtype_name(ad.dtype) + " p " +
             std::to_string(ad.dropout) + " hidden " + std::to_string(ad.hidden_dropout) + " rank " +
-            std::to_string(ad.rank_dropout) + " s " + std::to_string(ad.scale) + ")";
+            std::to_string(ad.rank_dropout) + (ad.given_factors ? " given" : "") + " s " +
+            std::to_string(ad.scale) + ")";
   }
   if (c.sample_rows != 1) text += " samples of " + std::to_string(c.sample_rows);
   for (const int64_t adapter : c.sample_adapters) text += " " + std::to_string(adapter);
@@ -123,6 +128,13 @@ LoraProblem::LoraProblem(const LoraCase& c)
     b_.push_back(Operand::matrix(ad.dtype, c.n, ad.rank, c.x, real));
     layer_.adapters.push_back({a_[i].read(), b_[i].read(), ad.scale, ad.dropout, kDropoutSeed,
                                dropout_offset(i), gates(c, i)});
+    int64_t at = 0;
+    const auto factor = [&] {
+      const double value = given_factor(at / ad.rank, at % ad.rank);
+      ++at;
+      return value;
+    };
+    factors_.push_back(Operand::matrix(sums_, ad.given_factors ? c.m : 0, ad.rank, c.x, factor));
     total_rank += ad.rank;
   }
   forward_ = oracle_forward(layer_);
@@ -140,7 +152,8 @@ std::vector<LoraAdapter> LoraProblem::adapters() const {
                     case_.adapters[i].scale,
                     {case_.adapters[i].dropout, kDropoutSeed, dropout_offset(i)},
                     hidden_dropout(case_.adapters[i], i),
-                    rank_dropout(case_.adapters[i], i)});
+                    rank_dropout(case_.adapters[i], i),
+                    case_.adapters[i].given_factors ? factors_[i].view() : TensorView()});
   }
   return list;
 }

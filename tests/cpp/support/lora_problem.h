@@ -20,6 +20,7 @@ struct AdapterCase {
   double scale = 1.5;
   double hidden_dropout = 0;
   double rank_dropout = 0;
+  bool given_factors = false;  // factors of the rank activations that the caller made
 };
 
 struct LoraCase {
@@ -87,6 +88,7 @@ class LoraProblem {
   DType sums_;
   Operand x_, w_, bias_, dy_, h_;
   std::vector<Operand> a_, b_;
+  std::vector<Operand> factors_;  // of each adapter; empty where it has none given
   OracleLayer layer_;
   OracleForward forward_;
   OracleBackward backward_;

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
+from loraaccel import _state
 from loraaccel.launcher import hooks, options, script
-from loraaccel.launcher import session as active
-from loraaccel.launcher.session import Session
+from loraaccel.launcher import session as sessions
 
 
 def interruptible(start: Callable[[str, Sequence[str]], None]) -> Callable[[str, Sequence[str]], None]:
@@ -72,21 +72,20 @@ def run(
     if not module and not os.path.isfile(script_path):
         raise click.UsageError(f"{script_path} is no file, expected the script to run")
     start = interruptible(script.run_module if module else script.run_script)
-    if mode == "off" or os.environ.get("LORAACCEL", "").strip().lower() in ("0", "off", "false", "no"):
+    if mode == "off" or _state.SWITCHED_OFF:
         start(script_path, arguments)
         return
-    session = active.active = Session(mode)
+    session = sessions.active = sessions.Session(mode)
     sys.meta_path.insert(0, hooks.ImportHook(session.created))
     first = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
     code = 1
     try:
         start(script_path, arguments)
-        code = 0
+        code = 1 if session.failed else 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
         raise
     finally:
         if first:
             session.finish(report, code)
-    if session.failed:
-        sys.exit(1)
+    sys.exit(code)

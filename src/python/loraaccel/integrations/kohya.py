@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from loraaccel import _conv2d, _expand, _state
@@ -33,6 +32,7 @@ from loraaccel.integrations.kohya_formula import (
     names_of,
     perturbed,
 )
+from loraaccel.integrations.kohya_operands import scaling_of, why_not_types
 from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import lora_delta_adapters, lora_linear_adapters, lora_qkv_packed
 
@@ -43,9 +43,9 @@ _FORWARDS: dict[Any, Any] = {nn.Linear: peft._linear_forward, nn.Conv2d: nn.Conv
 
 def kind_of(module: nn.Module) -> str | None:
     """The operator's name for a module of this kind, its class name where there is none, None for anything else."""
-    if not is_class(type(module)):  # type: ignore[arg-type]
-        return None
     own = _own_class(module)
+    if not is_class(own):
+        return None
     product = kohya_products.kind_of_class(own)
     if product:
         return kohya_products.operator_of(module, product)
@@ -68,11 +68,7 @@ def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], co
         return "switched_off"
     if compiling:
         return "compiled"
-    if (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    ):
+    if peft.transformed():
         return "transform"
     if len(args) != 1 or kwargs:
         return "extra_arguments"
@@ -102,27 +98,12 @@ def why_not_module(module: Any) -> str:
     network = getattr(module, "network", None)
     if network is not None and getattr(network, "sub_prompt_index", None) is not None:
         return "regional"
-    scaling = _scaling(module)
+    scaling = scaling_of(module.multiplier, module.scale)
     if scaling is None or not math.isfinite(scaling):
         return "scaling_type"
     if scaling == 0.0:
         return "zero_scaling"
     return _why_not_factors(module, mode.form)
-
-
-def _scaling(module: Any) -> float | None:
-    """multiplier · scale as one number; None where one of them is no number (a multiplier for each sample)."""
-    product = 1.0
-    for value in (module.multiplier, module.scale):
-        if isinstance(value, Tensor):
-            if value.numel() != 1 or value.requires_grad or value.device.type != "cpu":
-                return None
-            value = value.item()
-        try:
-            product *= float(value)
-        except (TypeError, ValueError):
-            return None
-    return product
 
 
 def _why_not_factors(module: Any, form: str) -> str:
@@ -164,11 +145,9 @@ def _form(module: Any, x: Tensor) -> Form | str:
         run, kind = _on_other(module, x, form)
     else:
         weight, bias = peft._weight_and_bias(frozen)
-        cast = autocast_dtype(x, weight)
-        if cast is None and not (x.dtype == weight.dtype == dtype):
-            return "dtype"  # the host's own forward says what is wrong
-        if cast is not None and torch.float64 in (x.dtype, weight.dtype, dtype):
-            return "dtype"
+        reason = why_not_types(x, weight, dtype)
+        if reason:
+            return reason
         run, kind = _on_frozen(module, x, form, frozen, weight, bias)
     return Form(kind, run, any(mode[1:]), (dtype,), replays=True)
 
@@ -192,8 +171,8 @@ def frozen_layer(module: Any) -> nn.Module | None:
 def _on_frozen(
     module: Any, x: Tensor, form: str, frozen: Any, weight: Tensor, bias: Tensor | None
 ) -> tuple[Callable[[], Tensor], str]:
-    scaling = _scaling(module)
-    assert scaling is not None
+    scaling = scaling_of(module.multiplier, module.scale)
+    assert scaling is not None  # why_not_module has looked
     downs, ups = factors_of(module)
     lora_a, lora_b = [d.weight for d in downs], [u.weight for u in ups]
 
@@ -228,8 +207,8 @@ def _on_frozen(
 
 def _on_other(module: Any, x: Tensor, form: str) -> tuple[Callable[[], Tensor], str]:
     """On a frozen layer that computes its own output: another network's module, a quantised or replaced forward."""
-    scaling = _scaling(module)
-    assert scaling is not None
+    scaling = scaling_of(module.multiplier, module.scale)
+    assert scaling is not None  # why_not_module has looked
     downs, ups = factors_of(module)
 
     def run() -> Tensor:
@@ -264,13 +243,13 @@ def _rank_factors(module: Any, x: Tensor) -> Tensor | None:
     p_hidden, p_rank = getattr(module, "dropout", None), getattr(module, "rank_dropout", None)
     if not p_hidden and p_rank is None:
         return None
-    parts = len(factors_of(module)[0])
-    rank = module.lora_dim
+    downs = factors_of(module)[0]
+    rank = downs[0].weight.shape[0]
     # The host's mask is drawn in the type of its activations, and rounded to it; ours keeps the exact factor.
     like = x.new_empty((*x.shape[:-1], rank), dtype=autocast_dtype(x, module_weight(module)) or x.dtype)
     sums = torch.float64 if x.dtype == torch.float64 else torch.float32
     columns: list[Tensor] = []
-    for _ in range(parts):
+    for _ in downs:
         if p_hidden:
             kept = F.dropout(torch.ones_like(like), p_hidden) != 0
             columns.append(kept.to(sums) * (1.0 / (1.0 - p_hidden) if p_hidden < 1 else 0.0))

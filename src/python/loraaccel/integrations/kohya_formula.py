@@ -30,10 +30,10 @@ _KNOWN_NAMES = frozenset(_KNOWN.split())
 
 @functools.lru_cache(maxsize=4096)
 def is_class(cls: Any) -> bool:
-    """A module that puts its forward in the place of a frozen layer's, which it calls."""
+    """A module that puts its forward in the place of a frozen layer's, which it calls; as it is without us."""
     if not issubclass(cls, nn.Module) or not callable(getattr(cls, "apply_to", None)):
         return False
-    return "org_forward" in names_of(getattr(cls, "_loraaccel_base", cls))
+    return "org_forward" in names_of(cls)
 
 
 def formula(module: Any, x: Tensor, base: Tensor | None = None) -> Tensor:
@@ -49,11 +49,10 @@ def formula(module: Any, x: Tensor, base: Tensor | None = None) -> Tensor:
             return base
     downs, ups = factors_of(module)
     hidden = [down(x) for down in downs]
-    training = module.training
-    if training and module.dropout is not None:
+    mode, scale = mode_of(module), module.scale
+    if mode.hidden:
         hidden = [F.dropout(h, module.dropout) for h in hidden]
-    scale = module.scale
-    if training and module.rank_dropout is not None:
+    if mode.ranks:
         masks = [drawn_ranks(h, module) for h in hidden]
         hidden = [h * mask for h, mask in zip(hidden, masks, strict=True)]
         scale = scale * (1.0 / (1.0 - module.rank_dropout))

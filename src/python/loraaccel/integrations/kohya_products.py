@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loraaccel import _conv2d, _loha, _lokr
-from loraaccel._autograd import autocast_dtype
 from loraaccel.integrations import peft
 from loraaccel.integrations.kohya_formula import gives_formula, module_dropped, names_of
+from loraaccel.integrations.kohya_operands import scaling_of, why_not_types
 from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import lora_linear_adapters
 
@@ -37,6 +37,15 @@ transpose math sqrt
 """
 _KNOWN_NAMES = frozenset(f"{_COMMON} {_MADE} {_DYNAMIC}".split())
 _METHODS = ("forward", "default_forward", "get_diff_weight")
+
+
+# What an object must have, since the proof is about its class and made on an object that has everything.
+_NEEDED_MADE = ("scale", "multiplier", "is_conv", "conv_mode", "tucker")
+_NEEDED = {
+    "loha": (*_NEEDED_MADE, "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "lokr": (*_NEEDED_MADE, "use_w2", "lokr_w1"),
+    "dylora": ("scale", "lora_dim", "unit", "lora_A", "lora_B", "is_conv2d", "is_conv2d_3x3"),
+}
 
 
 class Mode(NamedTuple):
@@ -71,11 +80,10 @@ def mode_of(module: Any, kind: str) -> Mode:
         form = "flat" if module.is_conv2d_3x3 else "1x1" if module.is_conv2d else "linear"
         return Mode(kind, form)
     form = module.conv_mode or "linear"
-    training = module.training
-    return Mode(
-        kind, form, bool(getattr(module, "use_w2", False)), training and module.rank_dropout is not None,
-        training and module.module_dropout is not None,
-    )  # fmt: skip
+    rows, whole = (
+        module.training and getattr(module, p, None) is not None for p in ("rank_dropout", "module_dropout")
+    )
+    return Mode(kind, form, bool(getattr(module, "use_w2", False)), rows, whole)
 
 
 # ---- the formulas in plain torch -------------------------------------------------------------------------------------
@@ -221,12 +229,14 @@ def _probe(cls: type, mode: Mode) -> tuple[Any, Tensor]:
 
 def why_not_module(module: Any, kind: str) -> str:
     own: Any = type(module)
+    if any(not hasattr(module, name) for name in _NEEDED[kind]):
+        return "unknown_forward"  # a relative that keeps these things elsewhere
     mode = mode_of(module, kind)
     if not follows_formula(getattr(own, "_loraaccel_base", own), mode):
         return "unknown_forward"
     if not getattr(module, "enabled", True):
         return "disabled"
-    scaling = _scaling(module, kind)
+    scaling = strength(module, kind)
     if scaling is None or not math.isfinite(scaling):
         return "scaling_type"
     if scaling == 0.0:
@@ -243,12 +253,9 @@ def why_not_module(module: Any, kind: str) -> str:
     return ""
 
 
-def _scaling(module: Any, kind: str) -> float | None:
-    try:
-        scale = float(module.scale)
-        return scale if kind == "dylora" else scale * float(module.multiplier)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+def strength(module: Any, kind: str) -> float | None:
+    """The scale times the multiplier, which DyLoRA does not use."""
+    return scaling_of(module.scale) if kind == "dylora" else scaling_of(module.scale, module.multiplier)
 
 
 def form_of(module: Any, kind: str, x: Tensor, frozen: Any) -> Form | str:
@@ -257,11 +264,9 @@ def form_of(module: Any, kind: str, x: Tensor, frozen: Any) -> Form | str:
         return "base_class" if frozen is None else "shape"
     weight, bias = peft._weight_and_bias(frozen)
     dtype = next(module.parameters()).dtype
-    cast = autocast_dtype(x, weight)
-    if cast is None and not (x.dtype == weight.dtype == dtype):
-        return "dtype"
-    if cast is not None and torch.float64 in (x.dtype, weight.dtype, dtype):
-        return "dtype"
+    reason = why_not_types(x, weight, dtype)
+    if reason:
+        return reason
     mode = mode_of(module, kind)
     if mode.form != "linear":
         if mode.kind == "dylora" and mode.form == "1x1":  # it takes the pixels as rows
@@ -300,9 +305,9 @@ def _dynamic(module: Any, kind: str, x: Tensor, frozen: Any, weight: Tensor, bia
 
 def _made(module: Any, kind: str, x: Tensor, frozen: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
     m = module
-    scaling = _scaling(m, kind)
-    assert scaling is not None
-    drop: dict[str, Any] = {"rank_dropout": m.rank_dropout or 0.0, "training": m.training}
+    scaling = strength(m, kind)
+    assert scaling is not None  # why_not_module has looked
+    drop: dict[str, Any] = {"rank_dropout": m.rank_dropout if mode_of(m, kind).rows else 0.0}
     if kind == "loha":
         a1, b1, a2, b2 = m.hada_w1_a, m.hada_w1_b, m.hada_w2_a, m.hada_w2_b
         if not m.is_conv:

@@ -107,18 +107,17 @@ def _make_class(base: type) -> type:
         if isinstance(form, Form):
             if compiling:
                 return form.run()
-            if state.verify <= 0 or _verified(self, state, args, kwargs, form):
-                if state.looks > 0 and self.training and not torch.is_grad_enabled():
-                    _look_for_lost_gradients(state)
-                try:
+            try:
+                if state.verify <= 0 or _verified(self, state, args, kwargs, form):
+                    if state.looks > 0 and self.training and not torch.is_grad_enabled():
+                        _look_for_lost_gradients(state)
                     y = form.run()
-                except (RuntimeError, TypeError, ValueError) as error:  # (a checkpoint stops by another one)
-                    if not _rolled_back(state, form, args, error):
-                        raise
-                else:
                     _state.fused[form.kind] += 1
                     state.fused += 1
                     return y
+            except (RuntimeError, TypeError, ValueError) as error:  # (a checkpoint stops by another one)
+                if not _rolled_back(state, form, args, error):
+                    raise
             form = state.reason
         if not compiling:
             _state.fallback[form] += 1

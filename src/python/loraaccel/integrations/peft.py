@@ -49,6 +49,15 @@ def why_not_module(module: nn.Module) -> str:
     return peft_forms.why_not_module(module) if operands in peft_forms.SECOND_LOOK else operands
 
 
+def transformed() -> bool:
+    """True inside torch.func, forward-mode differentiation and torch.jit tracing."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def fused_call(module: nn.Module, x: Any, compiling: bool) -> LoraLinearCall | str:
     """The operator's arguments for this call, or the reason code for running the module's own forward.
 
@@ -56,11 +65,7 @@ def fused_call(module: nn.Module, x: Any, compiling: bool) -> LoraLinearCall | s
     """
     if _state.off():
         return "switched_off"
-    if not compiling and (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    ):
+    if not compiling and transformed():
         return "transform"
     operands = _operands(module, compiling)
     if isinstance(operands, str):

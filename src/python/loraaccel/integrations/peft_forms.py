@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from loraaccel import _conv2d, _dora, _eager, _expand, _state
@@ -70,11 +69,7 @@ def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], co
     """The form for this call, or a reason code."""
     if _state.off():
         return "switched_off"
-    if not compiling and (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    ):
+    if not compiling and peft.transformed():
         return "transform"
     names = kwargs.get("adapter_names")
     if len(args) != 1 or len(kwargs) != (names is not None):

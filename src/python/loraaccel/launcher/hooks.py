@@ -20,7 +20,6 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def __init__(self, created: Created) -> None:
         self.created = created
-        self.busy = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -41,6 +41,24 @@ TEST_P(LoraRankMasks, HiddenAndRankDropout) {
 }
 
 // More ranks than one step of the mask's generator makes; everything dropped.
+TEST_P(LoraRankMasks, GivenFactors) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    for (const Layout layout : {Layout::kDense, Layout::kTransposed}) {
+      LoraCase c;
+      c.dtype = dtype;
+      c.m = 37;
+      c.k = 40;
+      c.n = 35;
+      c.x = layout;
+      c.adapters = three(adapter_type(dtype));
+      c.adapters[0].given_factors = true;
+      c.adapters[1].given_factors = true;
+      c.adapters[1].hidden_dropout = 0.25;  // both count
+      check(c);
+    }
+  }
+}
+
 TEST_P(LoraRankMasks, ManyRanksAndAll) {
   LoraCase c;
   c.m = 12;
