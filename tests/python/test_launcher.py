@@ -149,7 +149,8 @@ def test_every_mode_trains_the_same(trainer: Path, tmp_path: Path) -> None:
             assert any(
                 line.startswith("verify: largest relative error of an output") for line in lines_of(done)
             )
-    assert not (tmp_path / "off.json").exists()
+    report = json.loads((tmp_path / "off.json").read_text())
+    assert report == {"mode": "off", "exit_code": 0, "summary": [], "layers": []}
     for mode in ("off", "auto", "on", "verify"):
         exact = mode == "off"
         assert losses[mode] == (losses["plain"] if exact else pytest.approx(losses["plain"], rel=1e-5))
@@ -176,10 +177,7 @@ def test_kohyas_configuration_file_chooses(
     (trainer / "run.toml").write_text("" if text is None else f"[speed]\nuse_cpp_kernel = {text}\n")
     command = ["train.py", "networks.lora", tmp_path / "a.pt", "--config_file", "run"]
     done = start("-m", "loraaccel.run", "--report", tmp_path / "r.json", *command, cwd=trainer)
-    if mode == "off":
-        assert not (tmp_path / "r.json").exists()
-    else:
-        assert json.loads((tmp_path / "r.json").read_text())["mode"] == mode
+    assert json.loads((tmp_path / "r.json").read_text())["mode"] == mode
     assert said(done, "ARGV")[3:] == ["--config_file", "run"]
     # The command line has the last word.
     done = start("-m", "loraaccel.run", "--use-cpp-kernel", "off", *command, cwd=trainer)
@@ -197,6 +195,7 @@ def test_nothing_misspelt_is_ignored(trainer: Path, tmp_path: Path) -> None:
         ),
         ([*command, "--use_cpp_kernel"], "--use_cpp_kernel stands after the script"),
         (["no_such.py"], "no_such.py is no file, expected the script to run"),
+        (["--report", "no/such/r.json", *command], "no/such/r.json: no file can be written there"),
         ([], "Missing argument 'SCRIPT'"),
     ):
         done = start("-m", "loraaccel.run", *options, cwd=trainer, code=2)
@@ -230,6 +229,15 @@ def test_the_script_ends_as_it_would(name: str, tmp_path: Path) -> None:
     assert message in done.stderr
     assert lines_of(done) == ["no LoRA modules: the script made none of a kind that loraaccel knows"]
     assert json.loads((tmp_path / "r.json").read_text())["layers"] == []
+
+
+def test_a_report_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    """The script takes its folder away: how it ends stays what it is."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "script.py").write_text("import os, sys; os.rmdir('out'); os.chdir('/'); sys.exit(5)")
+    done = start("-m", "loraaccel.run", "--report", "out/r.json", "script.py", cwd=tmp_path, code=5)
+    assert lines_of(done)[-1].startswith("the report was not written: ")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_script_is_main(tmp_path: Path) -> None:

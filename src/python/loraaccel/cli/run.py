@@ -71,13 +71,16 @@ def run(
         raise click.UsageError(str(error)) from None
     if not module and not os.path.isfile(script_path):
         raise click.UsageError(f"{script_path} is no file, expected the script to run")
+    if report is not None:
+        report = report.absolute()  # the script may go elsewhere
+        if not os.access(report.parent, os.W_OK) or report.is_dir():
+            raise click.UsageError(f"--report {report}: no file can be written there")
     start = interruptible(script.run_module if module else script.run_script)
-    if mode == "off" or _state.SWITCHED_OFF:
-        start(script_path, arguments)
-        return
-    session = sessions.active = sessions.Session(mode)
-    sys.meta_path.insert(0, hooks.ImportHook(session.created))
-    first = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+    off = mode == "off" or _state.SWITCHED_OFF
+    session = sessions.Session("off" if off else mode)
+    if not off:
+        sessions.active = session
+        sys.meta_path.insert(0, hooks.ImportHook(session.created))
     code = 1
     try:
         start(script_path, arguments)
@@ -86,6 +89,6 @@ def run(
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
         raise
     finally:
-        if first:
+        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":  # of several processes the first
             session.finish(report, code)
     sys.exit(code)

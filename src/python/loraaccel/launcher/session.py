@@ -102,18 +102,23 @@ class Session:
         return lines
 
     def finish(self, report: Path | None, exit_code: int) -> None:
-        """Says on standard error what was fused, and writes the file."""
-        for line in self.lines():
+        """Says on standard error what was fused, and writes the file. Switched off it says nothing. A file that cannot
+        be written is a line more: what the script has done, and how it ended, stays what it is."""
+        lines = [] if self.mode == "off" else self.lines()
+        for line in lines:
             sys.stderr.write(f"loraaccel: {line}\n")
         sys.stderr.flush()
         if report is not None:
             data = {
                 "mode": self.mode,
                 "exit_code": exit_code,
-                "summary": self.lines(),
+                "summary": lines,
                 "layers": [
                     {**layer._asdict(), "reason": "" if layer.fused else layer.reason}
                     for layer in self.layers()
                 ],
             }
-            report.write_text(json.dumps(data, indent=1) + "\n")
+            try:
+                report.write_text(json.dumps(data, indent=1) + "\n")
+            except OSError as error:
+                sys.stderr.write(f"loraaccel: the report was not written: {error}\n")
