@@ -233,6 +233,7 @@ def test_gradcheck_with_a_fixed_mask(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.registered
 def test_compiled(place: str) -> None:
     torch._dynamo.reset()
     of = leaves((3, 5, 20), (12, 20), (12,), (4, 20), (12, 4), dtype=F32)
@@ -285,6 +286,7 @@ def test_scaled_rank_dropout_of_everything_is_the_frozen_layer() -> None:
         lora_linear(x, w, None, a, b, rank_dropout=1.5, rank_dropout_dialect="lycoris")
 
 
+@pytest.mark.registered
 def test_lycoris_rank_dropout_in_16_bit_is_rounded_once_and_compiles() -> None:
     x, w, a, b = (torch.randn(s).bfloat16() for s in ((64, 32), (48, 32), (8, 32), (48, 8)))
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import loraaccel
 from loraaccel.ops import lora_linear, lora_linear_adapters
+from reference.operators import OPS
 
-OPERATOR = torch.ops.loraaccel.lora_linear
-BACKWARD = torch.ops.loraaccel.lora_linear_backward
+OPERATOR = OPS.lora_linear
+BACKWARD = OPS.lora_linear_backward
 
 
 class Operands(NamedTuple):
@@ -67,7 +68,7 @@ WRONG_SHAPES = [
 E8, I32 = torch.float8_e4m3fn, torch.int32
 WRONG_TYPES = [
     ({"x": I32}, ("x", "int", "float32, float64, bfloat16 or float16")),
-    ({"x": torch.complex64}, ("x", "complexfloat", "float32, float64, bfloat16 or float16")),
+    ({"x": torch.complex64}, ("x", "complex", "float32, float64, bfloat16 or float16")),
     ({"weight": E8}, ("weight", "float8_e4m3fn", "float32, float64, bfloat16 or float16")),
     ({"bias": torch.bool}, ("bias", "bool", "float32, float64, bfloat16 or float16")),
     ({"lora_a": I32}, ("lora_a", "int", "float32, float64, bfloat16 or float16")),
@@ -324,7 +325,7 @@ def test_traceback_on_request(value: str | None, run_python: Callable[..., Any])
 
 def test_operands_on_the_meta_device_are_checked_too() -> None:
     """The shapes as in native code; one meta operand among others is an error, not memory that nobody wrote."""
-    ops = torch.ops.loraaccel
+    ops = OPS
     x, w, a, b = torch.randn(8, 16), torch.randn(6, 16), torch.randn(4, 16), torch.randn(6, 4)
     hidden, grad = torch.randn(8, 4), torch.randn(8, 6)
 

@@ -231,6 +231,7 @@ def test_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.registered
 def test_compiled(name: str) -> None:
     """One graph, no break; the same values."""
     ours, _, shapes = CASES[name]

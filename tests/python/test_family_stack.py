@@ -24,6 +24,8 @@ import loraaccel as la
 from loraaccel._dropout import seeded_dropout
 from reference.tolerance import unit_roundoff
 
+pytestmark = pytest.mark.registered
+
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 DIALECTS = ("kohya", "lycoris", "lycoris_scaled")
 W = la.LoraWeights

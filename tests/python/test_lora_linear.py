@@ -14,6 +14,7 @@ import loraaccel
 from loraaccel.ops import lora_linear, lora_linear_adapters
 from reference import lora_linear as formula
 from reference.calls import Call, check, function, make_call, run
+from reference.operators import OPS
 from reference.tolerance import assert_within, bound
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -181,7 +182,7 @@ def test_hidden_is_the_input_of_b(kernel: str) -> None:
     for dtypes in DTYPES:
         if serves(kernel, dtypes[0]):
             call = make_call((2, 26), 40, 7, [3, 5], dtypes, dropouts=[0.3, 0.0])
-            _, hidden = torch.ops.loraaccel.lora_linear(
+            _, hidden = OPS.lora_linear(
                 *(call.x, call.weight, None, call.lora_a, call.lora_b, call.scalings, call.dropouts),
                 torch.tensor(call.seed),
             )
@@ -473,7 +474,7 @@ def test_vt3_backward_leaves_the_saved_tensors_alone(how: str, dropout: float) -
         if how == "function":
             y = lora_linear(*leaves, 1.7, input_dropout=dropout)
         else:
-            op = torch.ops.loraaccel.lora_linear
+            op = OPS.lora_linear
             y = op(x, weight, bias, [a], [b], [1.7], [dropout], torch.tensor([1, 2]))[0]
         branch = x.square()
         y.backward(call.grad, retain_graph=True)

@@ -14,11 +14,12 @@ import loraaccel
 from loraaccel.ops import lora_linear, lora_linear_adapters
 from reference.calls import check, function, make_call, run
 from reference.dropout import dropout_factor, keep_mask, philox4x32, words
+from reference.operators import OPS
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 FLOAT64 = ("torch", "ref")  # the kernels that serve it
 KERNELS = [k["name"] for k in loraaccel.kernels() if k["op"] == "lora_linear" and k["available"]]
-OPERATOR = torch.ops.loraaccel.lora_linear
+OPERATOR = OPS.lora_linear
 # Halves above and below 2^32, a sign, and an offset whose successor wraps around.
 SEEDS = [(3, 5), (2**62 - 12345678901, 2**61 + 987654321), (-(2**63), 2**33), (2**32 - 1, -1)]
 

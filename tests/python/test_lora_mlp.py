@@ -12,6 +12,7 @@ from peft_models import distance
 from torch import Tensor
 
 from loraaccel.ops import LoraWeights, lora_mlp
+from reference.operators import OPS
 from reference.tolerance import unit_roundoff
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -340,6 +341,7 @@ def test_compiled_is_the_same(dtype: torch.dtype, gated: bool, backend: str) -> 
         assert distance(compiled[name], want) <= (1e-6 if dtype == F32 else 2 * unit_roundoff(dtype)), name
 
 
+@pytest.mark.registered
 def test_the_registered_operator() -> None:
     """Schema, fake implementation and formula of the gradient agree."""
     made, _ = leaves_of(make_layers(8, 6, 4))
@@ -395,7 +397,7 @@ def test_other_errors() -> None:
     with pytest.raises(RuntimeError, match=r"lora_mlp: x has no dimensions, expected \[..., K\]"):
         lora_mlp(torch.tensor(1.0), **layers)
     weights = [w.weight for w in layers.values()]
-    op = torch.ops.loraaccel.lora_mlp
+    op = OPS.lora_mlp
     with pytest.raises(RuntimeError, match="activation 4, expected 0"):
         op(x, weights, [], [False] * 3, [], [], [0] * 3, [], [], None, 4)
     with pytest.raises(RuntimeError, match="1 weights, expected gate, up and down"):

@@ -15,6 +15,7 @@ from torch import Tensor
 import loraaccel
 from loraaccel.ops import lora_linear, lora_qkv
 from reference.calls import Call, expected, make_call
+from reference.operators import OPS
 from reference.tolerance import assert_within, unit_roundoff
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -325,15 +326,17 @@ def operands(dtype: torch.dtype = F32) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.registered
 def test_the_registered_operator(dtype: torch.dtype) -> None:
     """Schema, fake implementation and formula of the gradient agree."""
     args = operands(dtype)
     torch.library.opcheck(torch.ops.loraaccel.lora_qkv.default, args)
 
 
+@pytest.mark.registered
 def test_the_registered_backward() -> None:
     x, weights, _, _, lora_a, lora_b, adapters, *tail = operands()
-    _, hidden = torch.ops.loraaccel.lora_qkv(*operands())
+    _, hidden = OPS.lora_qkv(*operands())
     tensors = [x, *weights, *lora_a, *lora_b, hidden]
     for t in tensors:
         t.requires_grad_(False)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import loraaccel.ops
 from reference.calls import Call, make_call
+from reference.operators import OPS
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-OPS = torch.ops.loraaccel
 KERNELS = [k["name"] for k in loraaccel.kernels() if k["op"] == "lora_linear" and k["available"]]
 
 

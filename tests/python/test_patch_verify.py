@@ -66,6 +66,7 @@ def test_verify_passes_correct_layers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.registered
 def test_verify_rolls_back_a_wrong_layer(dtype: torch.dtype, wrong_operator: None) -> None:
     model = lora_model(Mlp, dtype=dtype)
     x = x_of(12).to(dtype)
@@ -83,6 +84,7 @@ def test_verify_rolls_back_a_wrong_layer(dtype: torch.dtype, wrong_operator: Non
     assert calls == {"verify_failed": 2}
 
 
+@pytest.mark.registered
 def test_vt7_a_second_report_knows_what_was_rolled_back(wrong_operator: None) -> None:
     model = lora_model(Mlp)
     loraaccel.patch(model, verify=1)
@@ -91,6 +93,7 @@ def test_vt7_a_second_report_knows_what_was_rolled_back(wrong_operator: None) ->
     assert loraaccel.patch(model).reasons == {"verify_failed": 2}
 
 
+@pytest.mark.registered
 def test_verify_gives_a_rolled_back_layer_its_gradients(wrong_operator: None) -> None:
     layer = the_layer(lora_host())
     x = x_of().requires_grad_()
@@ -105,6 +108,7 @@ def test_verify_gives_a_rolled_back_layer_its_gradients(wrong_operator: None) ->
     assert all(map(torch.equal, got, own))
 
 
+@pytest.mark.registered
 def test_verify_leaves_random_numbers_alone_and_skips_dropout(wrong_operator: None) -> None:
     layer = the_layer(lora_host(lora_dropout=0.5))
     loraaccel.patch(layer, verify=1)

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 import loraaccel
 
+pytestmark = pytest.mark.registered
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 

@@ -70,7 +70,11 @@ def test_info_says_what_is_there_and_what_ran(kernel_calls: Callable[[], dict[st
     }
     assert before["version"] == loraaccel.__version__ == _native.build_info()["version"]
     assert before["switch"] == "on"
-    assert before["torch"] == {"version": torch.__version__, "path": "operators", "problem": None}
+    assert before["torch"] == {
+        "version": torch.__version__,
+        "path": _native.torch_path(torch.__version__),
+        "problem": None,
+    }
     assert before["kernels"] == loraaccel.kernels()
     assert before["threads"]["core"] >= 1
     assert set(before["calls"]) == {"fused", "fallback"}
@@ -382,6 +386,21 @@ def test_the_installed_command_is_the_same(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
+def test_path_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libloraaccel's ABI begins with torch 2.10; older ones go by pointers, and newer ones where that is asked for."""
+    monkeypatch.delenv("LORAACCEL_TORCH_PATH", raising=False)
+    paths = {
+        v: _native.torch_path(v) for v in ("2.3.1", "2.4.0", "2.7.1+cu126", "2.9.1", "2.10.0", "2.13.0+cpu")
+    }
+    assert list(paths.values()) == [None, "pointers", "pointers", "pointers", "operators", "operators"]
+    assert _native.torch_path(None) is None
+    monkeypatch.setenv("LORAACCEL_TORCH_PATH", "pointers")
+    assert _native.torch_path("2.13.0+cpu") == "pointers"
+    monkeypatch.setenv("LORAACCEL_TORCH_PATH", "pointer")
+    with pytest.raises(ImportError, match="LORAACCEL_TORCH_PATH is 'pointer', expected auto or pointers"):
+        _native.torch_path("2.13.0+cpu")
+
+
 def test_version_parsing() -> None:
     """Versions as torch writes them."""
     for text, wanted in (
@@ -394,6 +413,7 @@ def test_version_parsing() -> None:
         assert _native.parse_version(text) == wanted, text
     assert _native.torch_problem("2.10.0") is None
     assert _native.torch_problem("2.13.0+cpu") is None
-    assert "2.9.1" in str(_native.torch_problem("2.9.1"))
+    assert _native.torch_problem("2.4.0") is None
+    assert "2.3.1" in str(_native.torch_problem("2.3.1"))
     assert "not installed" in str(_native.torch_problem(None))
     assert _runtime._torch_problem() is None

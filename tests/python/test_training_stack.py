@@ -20,11 +20,12 @@ import loraaccel
 from loraaccel.ops import lora_linear, lora_linear_adapters
 from reference import lora_linear as formula
 from reference.calls import Call, check, expected, function, make_call, operator, run
+from reference.operators import OPS
 from reference.tolerance import assert_within, bound, unit_roundoff
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-FORWARD = torch.ops.loraaccel.lora_linear.default
-BACKWARD = torch.ops.loraaccel.lora_linear_backward.default
+FORWARD = OPS.lora_linear
+BACKWARD = OPS.lora_linear_backward
 SEED = torch.tensor([2**40 + 3, 5])
 DOUBLE_BACKWARD = "gradient of a gradient"
 
@@ -68,6 +69,7 @@ def leaves(call: Call) -> list[Tensor]:
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (F64, F64)], ids=str)
 @pytest.mark.parametrize("dropouts", [[0.0], [0.5], [0.5, 0.0]], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+@pytest.mark.registered
 def test_opcheck_forward(bias: bool, dropouts: list[float], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     call = make_call((2, 3), 8, 6, [2, 3][: len(dropouts)], dtypes, bias=bias, dropouts=dropouts)
     x, weight, bias_leaf, lora_a, lora_b = call.leaves()
@@ -81,6 +83,7 @@ def test_opcheck_forward(bias: bool, dropouts: list[float], dtypes: tuple[torch.
     ids=lambda m: "".join("01"[w] for w in m),
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.registered
 def test_opcheck_backward(dropout: float, mask: list[bool]) -> None:
     call = make_call((2, 3), 8, 6, 2, (BF16, F32), dropouts=[dropout])
     tail = (call.scalings, [dropout], SEED if dropout else None)
@@ -104,6 +107,7 @@ def test_gradcheck(how: Callable[..., Tensor]) -> None:
     assert torch.autograd.gradcheck(f, [x, weight, bias, *pairs])
 
 
+@pytest.mark.registered
 def test_operator_without_adapters_has_gradients() -> None:
     """No adapter is allowed: a plain linear layer, in this route too."""
     call = make_call((4,), 6, 5, [], (F32, F32))
@@ -316,6 +320,7 @@ def test_vt2_autocast_matrix(shape: tuple[int, ...], cast: torch.dtype | None) -
     assert raised == (18 if cast is None else 0)
 
 
+@pytest.mark.registered
 def test_autocast_of_the_operator_itself() -> None:
     """torch.ops.loraaccel.lora_linear under autocast: as the function, in forward and backward."""
     call = make_call((50,), 24, 10, 3)
@@ -463,6 +468,7 @@ def compiled_and_plain(backend: Any, call: Call, dropout: float, cast: torch.dty
 @pytest.mark.parametrize("cast", [None, BF16], ids=["", "autocast"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.registered
 def test_compiled_equals_eager(
     backend: str, dropout: float, cast: torch.dtype | None, fresh_dynamo: None
 ) -> None:
@@ -470,6 +476,7 @@ def test_compiled_equals_eager(
 
 
 @pytest.mark.slow
+@pytest.mark.registered
 def test_compiled_by_inductor_equals_eager(fresh_dynamo: None) -> None:
     """Inductor draws other random numbers than eager torch unless asked, for torch's own dropout as well. Either way
     the backward pass must have the forward pass's mask, and the seed must decide it."""
@@ -497,6 +504,7 @@ def test_compiled_by_inductor_equals_eager(fresh_dynamo: None) -> None:
     assert not torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.registered
 def test_vt3_no_graph_break_and_no_recompilation_for_new_lengths(fresh_dynamo: None) -> None:
     """VT3: one graph; with dynamic shapes it serves every number of rows, at each the right numbers."""
     graphs: list[torch.fx.GraphModule] = []
@@ -516,6 +524,7 @@ def test_vt3_no_graph_break_and_no_recompilation_for_new_lengths(fresh_dynamo: N
     assert len(graphs) == 1
 
 
+@pytest.mark.registered
 def test_export(fresh_dynamo: None) -> None:
     layer = Layer(24, 20, 4).eval()
     x = torch.randn(7, 24)
@@ -531,6 +540,7 @@ def test_export(fresh_dynamo: None) -> None:
 # ---- dispatch modes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.registered
 def test_dispatch_modes_see_the_operator() -> None:
     """FlopCounterMode and friends: the same numbers, and one operator each way."""
     from torch.utils._python_dispatch import TorchDispatchMode

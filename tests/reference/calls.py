@@ -125,12 +125,16 @@ def operator(
     lora_b: list[Tensor],
     call: Call,
 ) -> Tensor:
-    """torch.ops.loraaccel.lora_linear with the call's seed."""
-    import loraaccel.ops  # noqa: F401  (registers the operator)
+    """The operator with the call's seed: the registered one, else the eager Function."""
+    from loraaccel import _autograd, _operators
 
     seed = torch.tensor(call.seed) if any(call.dropouts) else None
-    op = torch.ops.loraaccel.lora_linear
-    return op(x, weight, bias, lora_a, lora_b, call.scalings, call.dropouts, seed)[0]
+    if _operators.REGISTERED:
+        op = _operators.operator("lora_linear")
+        return op(x, weight, bias, lora_a, lora_b, call.scalings, call.dropouts, seed)[0]
+    pairs = [t for pair in zip(lora_a, lora_b, strict=True) for t in pair]
+    lists = (lora_a, lora_b, call.scalings, call.dropouts, ())
+    return _autograd.LoraLinearFunction.apply(x, weight, bias, lists, seed, None, *pairs)
 
 
 def function(

@@ -51,7 +51,7 @@ void register_kernels(py::module_& m) {
                                 " threads, expected 0 (default) or more");
         set_num_threads(n);
       },
-      py::arg("num_threads"), "Size of the core's own pool; 0 returns to the default.");
+      py::arg("n"), "Size of the core's own pool; 0 returns to the default.");
 }
 
 }  // namespace loraaccel::python

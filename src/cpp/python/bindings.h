@@ -7,5 +7,6 @@ namespace loraaccel::python {
 
 void register_kernels(pybind11::module_& m);
 void register_ceilings(pybind11::module_& m);
+void register_operators(pybind11::module_& m);
 
 }  // namespace loraaccel::python

@@ -1,5 +1,5 @@
-// The Python module loraaccel._core: what is not a tensor, such as the kernel
-// list and the machine's ceilings. No torch.
+// The Python module loraaccel._core: what is not a tensor, such as the kernel list and the machine's ceilings, and the
+// operators for a torch too old for libloraaccel. Nothing of torch is compiled or linked here.
 #include <pybind11/pybind11.h>
 
 #include "bindings.h"
@@ -10,4 +10,5 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = LORAACCEL_VERSION;
   loraaccel::python::register_kernels(m);
   loraaccel::python::register_ceilings(m);
+  loraaccel::python::register_operators(m);
 }

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from loraaccel import _eager, _native, _packing, _runtime, _state
+from loraaccel import _eager, _packing, _state
+from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
-_native.load_operators()
-_runtime.apply_num_threads()
-_runtime.apply_choice(torch.__version__)
-
-forward_op = torch.ops.loraaccel.lora_linear.default
-backward_op = torch.ops.loraaccel.lora_linear_backward.default
-pack_op = torch.ops.loraaccel.pack_weight.default
+forward_op = operator("lora_linear")
+backward_op = operator("lora_linear_backward")
+pack_op = operator("pack_weight")
 
 _DOUBLE_BACKWARD = (
     "loraaccel::lora_linear: the gradient of a gradient (create_graph=True) is not supported. Compute it inside "
@@ -226,7 +223,7 @@ def _check_devices(op: str, x: Tensor, seed: Tensor | None, **operands: Tensor |
         raise ValueError(f"loraaccel::{op}: seed is on {seed.device}, expected cpu")
 
 
-@torch.library.register_fake("loraaccel::lora_linear")
+@register_fake("lora_linear")
 def _forward_fake(
     x: Tensor,
     weight: Tensor,
@@ -261,14 +258,14 @@ def _forward_fake(
     return y, x.new_empty((math.prod(x.shape[:-1]), rank), dtype=sums)
 
 
-@torch.library.register_fake("loraaccel::pack_weight")
+@register_fake("pack_weight")
 def _pack_fake(weight: Tensor, for_input_gradient: bool) -> Tensor:
     # The size depends on the CPU.
     bytes_ = torch.library.get_ctx().new_dynamic_size(min=64)
     return weight.new_empty(bytes_, dtype=torch.uint8)
 
 
-@torch.library.register_fake("loraaccel::lora_linear_backward")
+@register_fake("lora_linear_backward")
 def _backward_fake(
     grad: Tensor,
     x: Tensor,
@@ -355,8 +352,8 @@ def _backward_of_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(_DOUBLE_BACKWARD)
 
 
-torch.library.register_autograd("loraaccel::lora_linear", _backward, setup_context=_setup_context)
-torch.library.register_autograd("loraaccel::lora_linear_backward", _backward_of_backward)
+register_autograd("lora_linear", _backward, setup_context=_setup_context)
+register_autograd("lora_linear_backward", _backward_of_backward)
 
 
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -407,5 +404,4 @@ def _autocast_forward(
         )
 
 
-_library = torch.library.Library("loraaccel", "IMPL")
-_library.impl("lora_linear", _autocast_forward, "AutocastCPU")
+register_autocast("lora_linear", _autocast_forward)

@@ -6,20 +6,21 @@ operators are loaded. It is never made on its own.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loraaccel import _core, _native
 
-DTYPES = ("float32", "bfloat16", "float16")  # the order of the C functions
+if TYPE_CHECKING:
+    from loraaccel._runtime import Control
+
+DTYPES = ("float32", "bfloat16", "float16")  # the order of the native functions
 NEVER = 2**63 - 1
-_Rows = ctypes.c_int64 * len(DTYPES)
 
 # Where the numbers in force come from: "model", or the date of the measurement.
 source = "model"
@@ -67,7 +68,7 @@ def _rows_of(entry: Any) -> dict[str, int | None]:
     return {name: rows[name] for name in DTYPES}
 
 
-def apply(library: ctypes.CDLL, torch_version: str) -> None:
+def apply(library: Control, torch_version: str) -> None:
     """Gives the operators what was measured for this machine, if anything was."""
     global source
     try:
@@ -84,15 +85,13 @@ def apply(library: ctypes.CDLL, torch_version: str) -> None:
         )
 
 
-def force(library: ctypes.CDLL, rows: dict[str, int | None]) -> None:
+def force(library: Control, rows: dict[str, int | None]) -> None:
     """Rows by type; None: never."""
-    library.loraaccel_torch_set_borrowing_rows(_Rows(*(rows[n] or NEVER for n in DTYPES)))
+    library.set_borrowing_rows([rows[n] or NEVER for n in DTYPES])
 
 
-def in_force(library: ctypes.CDLL) -> dict[str, int | None]:
-    rows = _Rows()
-    library.loraaccel_torch_borrowing_rows(rows)
-    return {name: None if n == NEVER else n for name, n in zip(DTYPES, rows, strict=True)}
+def in_force(library: Control) -> dict[str, int | None]:
+    return {name: None if n == NEVER else n for name, n in zip(DTYPES, library.borrowing_rows(), strict=True)}
 
 
 def save(torch_version: str, entry: dict[str, Any]) -> Path:

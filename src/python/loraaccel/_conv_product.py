@@ -11,9 +11,10 @@ from torch.autograd import forward_ad
 
 from loraaccel import _autograd, _core, _expand
 from loraaccel._autograd import _below_autograd, autocast_dtype
+from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
-forward_op = torch.ops.loraaccel.lora_conv2d.default
+forward_op = operator("lora_conv2d")
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 # Fewer pixels than this leave panels half empty; where pixels are no neighbours, gathering them costs a fifth of the
@@ -199,7 +200,7 @@ class _LoraConv(torch.autograd.Function):
         return (*_autograd._refuse_double_backward(grads, sources), None, None, None)
 
 
-@torch.library.register_fake("loraaccel::lora_conv2d")
+@register_fake("lora_conv2d")
 def _fake(
     x: Tensor,
     weight: Tensor,
@@ -237,4 +238,4 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     return (*_gradients(grad, x, weight, lora_a, lora_b, hidden, scaling, numbers, ctx.needs), *none)
 
 
-torch.library.register_autograd("loraaccel::lora_conv2d", _backward, setup_context=_setup_context)
+register_autograd("lora_conv2d", _backward, setup_context=_setup_context)

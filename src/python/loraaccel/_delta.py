@@ -11,10 +11,11 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _below_autograd
+from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
-forward_op = torch.ops.loraaccel.lora_delta.default
-backward_op = torch.ops.loraaccel.lora_delta_backward.default
+forward_op = operator("lora_delta")
+backward_op = operator("lora_delta_backward")
 
 
 class DeltaCall(NamedTuple):
@@ -85,7 +86,7 @@ def forward_below(
 # ---- the same for the dispatcher ----
 
 
-@torch.library.register_fake("loraaccel::lora_delta")
+@register_fake("lora_delta")
 def _forward_fake(
     x: Tensor,
     base: Tensor,
@@ -117,7 +118,7 @@ def _forward_fake(
     return y, x.new_empty((math.prod(x.shape[:-1]), rank), dtype=sums)
 
 
-@torch.library.register_fake("loraaccel::lora_delta_backward")
+@register_fake("lora_delta_backward")
 def _backward_fake(
     grad: Tensor,
     x: Tensor,
@@ -174,5 +175,5 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     return (gx, grad, gab[0::2], gab[1::2], *rest)
 
 
-torch.library.register_autograd("loraaccel::lora_delta", _backward, setup_context=_setup_context)
-torch.library.register_autograd("loraaccel::lora_delta_backward", _autograd._backward_of_backward)
+register_autograd("lora_delta", _backward, setup_context=_setup_context)
+register_autograd("lora_delta_backward", _autograd._backward_of_backward)

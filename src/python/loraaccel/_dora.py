@@ -11,11 +11,12 @@ from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import check_operands, check_probabilities, in_force, number, scaled_factors
 from loraaccel._dropout import seeded_dropout
+from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel.ops import lora_delta_adapters, lora_linear_adapters
 
-norms_op = torch.ops.loraaccel.weight_norms.default
-gain_op = torch.ops.loraaccel.column_gain.default
-gain_backward_op = torch.ops.loraaccel.column_gain_backward.default
+norms_op = operator("weight_norms")
+gain_op = operator("column_gain")
+gain_backward_op = operator("column_gain_backward")
 
 _BLOCK = 256  # rows of the weight
 
@@ -149,7 +150,7 @@ def z_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return _autograd.autocast_dtype(x, weight) or x.dtype
 
 
-@torch.library.register_fake("loraaccel::weight_norms")
+@register_fake("weight_norms")
 def _norms_fake(
     weight: Tensor | None, lora_A: list[Tensor], lora_B: list[Tensor], scalings: list[float]
 ) -> Tensor:
@@ -157,7 +158,7 @@ def _norms_fake(
     return lora_A[0].new_empty((lora_B[0].shape[0],), dtype=sums)
 
 
-@torch.library.register_fake("loraaccel::column_gain")
+@register_fake("column_gain")
 def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool) -> Tensor:
     op = "column_gain"
     _autograd._check_devices(op, z, None, gain=gain, bias=bias)
@@ -168,7 +169,7 @@ def _gain_fake(z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool) -> T
     return torch.empty_like(z, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("loraaccel::column_gain_backward")
+@register_fake("column_gain_backward")
 def _gain_backward_fake(
     grad: Tensor, z: Tensor, gain: Tensor, bias: Tensor | None, centred: bool, output_mask: list[bool]
 ) -> list[Tensor]:
@@ -195,8 +196,8 @@ def _backward(ctx: Any, grad: Tensor | None) -> Any:
     return (*(next(wanted) if m else None for m in ctx.mask), None)
 
 
-torch.library.register_autograd("loraaccel::column_gain", _backward, setup_context=_setup_context)
-torch.library.register_autograd("loraaccel::column_gain_backward", _autograd._backward_of_backward)
+register_autograd("column_gain", _backward, setup_context=_setup_context)
+register_autograd("column_gain_backward", _autograd._backward_of_backward)
 
 
 def _norms_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -209,4 +210,4 @@ def _norms_backward(ctx: Any, grad: Tensor | None) -> Any:
     return None, none, none, _autograd.no_gradient(none)
 
 
-torch.library.register_autograd("loraaccel::weight_norms", _norms_backward, setup_context=_norms_setup)
+register_autograd("weight_norms", _norms_backward, setup_context=_norms_setup)

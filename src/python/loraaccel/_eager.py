@@ -82,7 +82,7 @@ def check(
             raise RuntimeError(f"loraaccel: scaling is {scaling}, expected a finite number")
     if any(not 0.0 <= p <= 1.0 for p in probabilities):
         raise RuntimeError(f"loraaccel: dropouts {list(probabilities)}, expected probabilities from 0 to 1")
-    if adapter_ids is not None and adapter_ids.numel():
+    if adapter_ids is not None and adapter_ids.numel() and not torch.compiler.is_compiling():
         low, high = int(adapter_ids.min()), int(adapter_ids.max())
         if low < -1 or high >= len(lora_a):
             raise RuntimeError(

@@ -10,9 +10,10 @@ from torch import Tensor
 from loraaccel import _autograd, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import scaled_factors
+from loraaccel._operators import operator, register_autograd, register_fake
 
-forward_op = torch.ops.loraaccel.lora_expand.default
-backward_op = torch.ops.loraaccel.lora_expand_backward.default
+forward_op = operator("lora_expand")
+backward_op = operator("lora_expand_backward")
 
 
 def expand(base: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
@@ -53,7 +54,7 @@ def gradients(
     return next(wanted) if need_hidden else None, next(wanted) if need_b else None
 
 
-@torch.library.register_fake("loraaccel::lora_expand")
+@register_fake("lora_expand")
 def _forward_fake(
     base: Tensor, hidden: Tensor, lora_B: Tensor, scaling: float, channels_first: bool
 ) -> Tensor:
@@ -67,7 +68,7 @@ def _forward_fake(
     return torch.empty_like(base, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("loraaccel::lora_expand_backward")
+@register_fake("lora_expand_backward")
 def _backward_fake(
     grad: Tensor,
     hidden: Tensor,
@@ -101,5 +102,5 @@ def _backward(ctx: Any, grad: Tensor | None) -> Any:
     return grad, gh, gb, None, None
 
 
-torch.library.register_autograd("loraaccel::lora_expand", _backward, setup_context=_setup_context)
-torch.library.register_autograd("loraaccel::lora_expand_backward", _autograd._backward_of_backward)
+register_autograd("lora_expand", _backward, setup_context=_setup_context)
+register_autograd("lora_expand_backward", _autograd._backward_of_backward)

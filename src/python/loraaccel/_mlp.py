@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
+from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._qkv import (
     GroupCall,
     dispatcher_grads,
@@ -23,8 +24,8 @@ from loraaccel._qkv import (
     types_before,
 )
 
-forward_op = torch.ops.loraaccel.lora_mlp.default
-backward_op = torch.ops.loraaccel.lora_mlp_backward.default
+forward_op = operator("lora_mlp")
+backward_op = operator("lora_mlp_backward")
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # numbers of the operators
 
@@ -73,7 +74,7 @@ class LoraMlpFunction(torch.autograd.Function):
         )
 
 
-@torch.library.register_fake("loraaccel::lora_mlp")
+@register_fake("lora_mlp")
 def _forward_fake(
     x: Tensor,
     weights: list[Tensor],
@@ -109,7 +110,7 @@ def _forward_fake(
     )
 
 
-@torch.library.register_fake("loraaccel::lora_mlp_backward")
+@register_fake("lora_mlp_backward")
 def _backward_fake(
     grad: Tensor,
     x: Tensor,
@@ -159,8 +160,8 @@ def _backward(ctx: Any, grad: Tensor | None, *_others: Tensor | None) -> Any:
     return dispatcher_grads(call, [next(computed) if w else None for w in ctx.wanted], 2)
 
 
-torch.library.register_autograd("loraaccel::lora_mlp", _backward, setup_context=_setup_context)
-torch.library.register_autograd("loraaccel::lora_mlp_backward", _autograd._backward_of_backward)
+register_autograd("lora_mlp", _backward, setup_context=_setup_context)
+register_autograd("lora_mlp_backward", _autograd._backward_of_backward)
 
 
 def _autocast_forward(
@@ -173,4 +174,4 @@ def _autocast_forward(
         return forward_op(x, weights, biases, *rest)
 
 
-_autograd._library.impl("lora_mlp", _autocast_forward, "AutocastCPU")
+register_autocast("lora_mlp", _autocast_forward)

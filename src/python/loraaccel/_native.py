@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
 import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-TORCH_MINIMUM = (2, 10)
+TORCH_MINIMUM = (2, 10)  # of libloraaccel
+POINTERS_MINIMUM = (2, 4)
 
 
 @functools.cache
@@ -59,14 +61,27 @@ def parse_version(text: str) -> tuple[int, int]:
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
+def torch_path(version: str | None) -> str | None:
+    """How the operators run with this torch: "operators" (registered with it, over its stable ABI), "pointers" (called
+    directly, in eager mode; for older ones), None where they cannot run or torch is not installed (version None).
+
+    ``LORAACCEL_TORCH_PATH=pointers`` takes the second way with a newer torch as well."""
+    if version is None or parse_version(version) < POINTERS_MINIMUM:
+        return None
+    asked = os.environ.get("LORAACCEL_TORCH_PATH", "").strip().lower() or "auto"
+    if asked not in ("auto", "pointers"):
+        raise ImportError(f"LORAACCEL_TORCH_PATH is {asked!r}, expected auto or pointers")
+    return "operators" if asked == "auto" and parse_version(version) >= TORCH_MINIMUM else "pointers"
+
+
 def torch_problem(version: str | None) -> str | None:
     """One sentence on why the operators cannot run with this torch (None: torch is not installed), or None."""
-    least = ".".join(map(str, TORCH_MINIMUM))
+    least = ".".join(map(str, POINTERS_MINIMUM))
     if version is None:
         return (
             f"torch is not installed; loraaccel's operators need torch {least} or newer (pip install torch)."
         )
-    if parse_version(version) < TORCH_MINIMUM:
+    if parse_version(version) < POINTERS_MINIMUM:
         return (
             f"torch {version} is installed; loraaccel's operators need torch {least} or newer (pip install -U torch). "
             "The parts that do without torch work with any version."
@@ -76,7 +91,9 @@ def torch_problem(version: str | None) -> str | None:
 
 @functools.cache
 def load_operators() -> None:
-    """Registers torch.ops.loraaccel. Raises ImportError with a sentence that says what to do."""
+    """Brings the operators into the process: torch.ops.loraaccel, or those of `_core`.
+
+    Raises ImportError with a sentence that says what to do."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -86,6 +103,11 @@ def load_operators() -> None:
     problem = torch_problem(torch.__version__)
     if problem:
         raise ImportError(problem)
+    if torch_path(torch.__version__) == "pointers":
+        from loraaccel import _pointers
+
+        _pointers.load()
+        return
     path = library_path("loraaccel")
     if not path.is_file():
         raise ImportError(f"{path} is missing; this loraaccel was built without its torch operators.")

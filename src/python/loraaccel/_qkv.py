@@ -11,10 +11,11 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
+from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import Shape, keep_or_shape, kept_or_shape
 
-forward_op = torch.ops.loraaccel.lora_qkv.default
-backward_op = torch.ops.loraaccel.lora_qkv_backward.default
+forward_op = operator("lora_qkv")
+backward_op = operator("lora_qkv_backward")
 
 
 class GroupCall(NamedTuple):
@@ -207,7 +208,7 @@ def finish_backward(
 # ---- the same for the dispatcher ----
 
 
-@torch.library.register_fake("loraaccel::lora_qkv")
+@register_fake("lora_qkv")
 def _forward_fake(
     x: Tensor,
     weights: list[Tensor],
@@ -240,7 +241,7 @@ def _forward_fake(
     return y, x.new_empty((math.prod(x.shape[:-1]), sum(a.shape[0] for a in lora_A)), dtype=sums)
 
 
-@torch.library.register_fake("loraaccel::lora_qkv_backward")
+@register_fake("lora_qkv_backward")
 def _backward_fake(
     grads: list[Tensor],
     has_grad: list[bool],
@@ -337,8 +338,8 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: Tensor | None) -> Any
     return (*grads, *ctx.rest)
 
 
-torch.library.register_autograd("loraaccel::lora_qkv", _backward, setup_context=_setup_context)
-torch.library.register_autograd("loraaccel::lora_qkv_backward", _autograd._backward_of_backward)
+register_autograd("lora_qkv", _backward, setup_context=_setup_context)
+register_autograd("lora_qkv_backward", _autograd._backward_of_backward)
 
 
 def _autocast_forward(
@@ -351,4 +352,4 @@ def _autocast_forward(
         return forward_op(x, weights, biases, *rest)
 
 
-_autograd._library.impl("lora_qkv", _autocast_forward, "AutocastCPU")
+register_autocast("lora_qkv", _autocast_forward)

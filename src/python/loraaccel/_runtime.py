@@ -5,18 +5,68 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from loraaccel import _choice, _core, _native, _packing, _state
 
 
-def operators() -> ctypes.CDLL | None:
-    """libloraaccel, once loadoperators() has put it into the process."""
+class Control(Protocol):
+    """What is asked of the operators besides computing."""
+
+    def kernel_calls(self) -> dict[str, int]: ...
+    def set_num_threads(self, n: int) -> None: ...
+    def set_borrowing_rows(self, rows: Sequence[int]) -> None: ...  # for the types of _choice.DTYPES
+    def borrowing_rows(self) -> Sequence[int]: ...
+
+
+class _Registered:
+    """The C functions of libloraaccel."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(_native.library_path("loraaccel")))
+
+    def kernel_calls(self) -> dict[str, int]:
+        size = 16
+        names, calls = (ctypes.c_char_p * size)(), (ctypes.c_int64 * size)()
+        count = self._library.loraaccel_torch_kernel_calls(names, calls, size)
+        return {name.decode(): calls[i] for i, name in enumerate(names[:count]) if name is not None}
+
+    def set_num_threads(self, n: int) -> None:
+        self._library.loraaccel_torch_set_num_threads(ctypes.c_int(n))
+
+    def set_borrowing_rows(self, rows: Sequence[int]) -> None:
+        self._library.loraaccel_torch_set_borrowing_rows((ctypes.c_int64 * len(rows))(*rows))
+
+    def borrowing_rows(self) -> list[int]:
+        rows = (ctypes.c_int64 * len(_choice.DTYPES))()
+        self._library.loraaccel_torch_borrowing_rows(rows)
+        return list(rows)
+
+
+def operators() -> Control | None:
+    """The operators, once load_operators() has brought them into the process."""
     if not _native.load_operators.cache_info().currsize:
         return None
-    library = ctypes.CDLL(str(_native.library_path("loraaccel")))
-    library.loraaccel_torch_kernel_calls.restype = ctypes.c_int
-    return library
+    return _Registered() if _path() == "operators" else _core
+
+
+def _path() -> str | None:
+    version = _torch_version()
+    return None if version is None else _native.torch_path(version)
+
+
+def _torch_version() -> str | None:
+    """Of the torch that is imported, else of the one that is installed."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.__version__
+    from importlib import metadata
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def kernels() -> list[dict[str, Any]]:
@@ -38,7 +88,7 @@ def set_num_threads(n: int) -> None:
     _wanted["threads"] = n
     library = operators()
     if library is not None:
-        library.loraaccel_torch_set_num_threads(ctypes.c_int(n))
+        library.set_num_threads(n)
 
 
 _wanted = {"threads": 0}
@@ -62,25 +112,12 @@ def apply_choice(torch_version: str) -> None:
 
 
 def _torch_problem() -> str | None:
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return _native.torch_problem(torch.__version__)
-    from importlib import metadata
-
-    try:
-        return _native.torch_problem(metadata.version("torch"))
-    except metadata.PackageNotFoundError:
-        return _native.torch_problem(None)
+    return _native.torch_problem(_torch_version())
 
 
 def _kernel_calls() -> dict[str, int]:
     library = operators()
-    if library is None:
-        return {}
-    size = 16
-    names, calls = (ctypes.c_char_p * size)(), (ctypes.c_int64 * size)()
-    count = library.loraaccel_torch_kernel_calls(names, calls, size)
-    return {name.decode(): calls[i] for i, name in enumerate(names[:count]) if name is not None}
+    return {} if library is None else library.kernel_calls()
 
 
 def _choice_report() -> dict[str, Any]:
@@ -91,7 +128,8 @@ def _choice_report() -> dict[str, Any]:
 def info() -> dict[str, Any]:
     """What this process has and did. Cheap: nothing is imported or measured.
 
-    version, switch ("on" or "off"); torch: version, path ("operators" or None), problem (a sentence or None);
+    version, switch ("on" or "off"); torch: version, path ("operators"; with torch 2.4 to 2.9
+    "pointers"; or None), problem (a sentence or None);
     cpu: features; threads: core, requested; kernels: as kernels(); kernel_calls: operator calls by kernel, backward
     included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
     began (calls inside torch.compile'd code are not seen by the interpreter and so not counted); packing: policy,
@@ -107,7 +145,7 @@ def info() -> dict[str, Any]:
         "switch": "off" if _state.off() else "on",
         "torch": {
             "version": torch.__version__ if torch is not None else None,
-            "path": None if problem else "operators",
+            "path": None if problem else _path(),
             "problem": problem,
         },
         "cpu": {"features": _core.cpu_features()},

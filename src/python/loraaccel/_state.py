@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Forward calls of LoRA modules since the process began, by kind of operator and by reason of falling back.
@@ -20,10 +20,13 @@ _lock = threading.Lock()
 # True where LORAACCEL=0 turned everything off before loraaccel was imported.
 SWITCHED_OFF = os.environ.get("LORAACCEL", "").strip().lower() in ("0", "off", "false", "no")
 
+# True while the operators cannot be used: with those that torch has not registered, while it compiles.
+not_here: Callable[[], bool] | None = None
+
 
 def off() -> bool:
     """True where everything must run as if loraaccel did not exist."""
-    return SWITCHED_OFF or disabled_depth > 0
+    return SWITCHED_OFF or disabled_depth > 0 or (not_here is not None and not_here())
 
 
 @contextmanager

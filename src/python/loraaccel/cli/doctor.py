@@ -20,6 +20,12 @@ OPTIONAL = {
 }
 
 
+WAYS = {
+    "operators": "; registered with torch (torch.compile and torch.export see them)",
+    "pointers": "; called directly, in eager mode (torch.compile and torch.export run plain torch)",
+}
+
+
 @click.command(epilog="Example:  loraaccel doctor --json")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def doctor(as_json: bool) -> None:
@@ -113,7 +119,8 @@ def show(report: dict[str, Any]) -> None:
     )
     features = ", ".join(info["cpu"]["features"]) or "no vector instructions that the kernels know"
     console.print(f"CPU: {features}; {info['threads']['core']} threads")
-    console.print(f"operators: {report['operators']}")
+    path = WAYS.get(info["torch"]["path"], "")
+    console.print(f"operators: {report['operators']}{path}", markup=False)
     kernels = Table("operator", "kernel, in order of choice", "available", title="kernels")
     for k in info["kernels"]:
         kernels.add_row(k["op"], k["name"], "yes" if k["available"] else f"no: {k['reason']}")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from loraaccel import _conv2d, _expand, _state
 from loraaccel._autograd import autocast_dtype
@@ -129,7 +128,7 @@ def _why_not_factors(module: Any, form: str) -> str:
         ups[0].kernel_size != (1, 1) or ups[0].groups != 1 or downs[0].padding_mode != "zeros"
     ):
         return "adapter_class"
-    return "hooks" if torch_module._has_any_global_hook() else ""
+    return "hooks" if peft.has_global_hook() else ""
 
 
 def _form(module: Any, x: Tensor) -> Form | str:

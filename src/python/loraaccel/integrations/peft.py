@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,20 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PLAIN = (nn.Parameter, Tensor)
 _STRIDED = torch.strided
 _linear_forward = nn.Linear.forward  # some tools replace it for everybody
+
+
+def _look_at_each() -> bool:
+    """For torch 2.4, which has no function for it."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+# True where somebody has registered hooks for every module.
+has_global_hook: Callable[[], bool] = getattr(torch_module, "_has_any_global_hook", _look_at_each)
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -103,7 +118,7 @@ def _operands(
     base = children["base_layer"]
     if type(base) is not nn.Linear or "forward" in base.__dict__ or nn.Linear.forward is not _linear_forward:
         return "base_class"
-    if _has_hooks(base) or (not compiling and torch_module._has_any_global_hook()):
+    if _has_hooks(base) or (not compiling and has_global_hook()):
         return "hooks"
     lora_a: list[Tensor] = []
     lora_b: list[Tensor] = []

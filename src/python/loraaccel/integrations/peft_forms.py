@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from loraaccel import _conv2d, _dora, _eager, _expand, _state
 from loraaccel._autograd import autocast_dtype
@@ -145,7 +144,7 @@ def _active(module: Any, names: Sequence[str], wanted: Any, compiling: bool) -> 
                 return "hooks"
             if not _plain_weights(half, compiling):
                 return "tensor_subclass"
-        if peft._has_hooks(dropout) or (not compiling and torch_module._has_any_global_hook()):
+        if peft._has_hooks(dropout) or (not compiling and peft.has_global_hook()):
             return "hooks"
         p = 0.0
         if type(dropout) is nn.Dropout and "forward" not in dropout.__dict__:

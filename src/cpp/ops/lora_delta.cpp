@@ -1,17 +1,16 @@
-// The adapters alone, added to the output of a frozen layer that something else computed: schema and CPU implementation.
+// The adapters alone, added to the output of a frozen layer that something else computed.
 #include "loraaccel/lora_delta.h"
 
 #include <vector>
 
-#include "bridge.h"
 #include "ops/adapters.h"
+#include "ops/bridge.h"
+#include "ops/operators.h"
 
-namespace loraaccel {
+namespace loraaccel::operators {
 namespace {
 
-using bridge::OptionalTensor;
 using bridge::RowsTensor;
-using bridge::Tensor;
 
 int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   int64_t rank = 0;
@@ -19,7 +18,9 @@ int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   return rank;
 }
 
-std::tuple<Tensor, Tensor> forward_op(
+}  // namespace
+
+std::tuple<Tensor, Tensor> lora_delta_op(
     const Tensor& x, const Tensor& base, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const std::vector<double>& scalings,
     const std::vector<double>& dropouts, const OptionalTensor& seed,
@@ -43,13 +44,11 @@ std::tuple<Tensor, Tensor> forward_op(
       bridge::empty({args.x.rows(), total_rank(adapters)}, bridge::sum_type(args.x.dtype));
   args.y = TensorView::matrix(y.data_ptr(), dtype, args.base.rows(), args.base.cols());
   args.h = bridge::matrix_view(hidden, kOp, "hidden");
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_delta_forward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_delta_forward(ctx, args); });
   return {std::move(y), std::move(hidden)};
 }
 
-std::vector<Tensor> backward_op(
+std::vector<Tensor> lora_delta_backward_op(
     const Tensor& grad, const Tensor& x, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const Tensor& hidden, const std::vector<double>& scalings,
     const std::vector<double>& dropouts, const OptionalTensor& seed,
@@ -92,30 +91,8 @@ std::vector<Tensor> backward_op(
   }
   args.da = da;
   args.db = db;
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_delta_backward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_delta_backward(ctx, args); });
   return outputs;
 }
 
-}  // namespace
-}  // namespace loraaccel
-
-STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
-  // Returns base + the adapters' update [..., N] and the rank activations [M, sum of R]. Lists as of lora_linear.
-  m.def(
-      "lora_delta(Tensor x, Tensor base, Tensor[] lora_A, Tensor[] lora_B, float[] scalings, "
-      "float[] dropouts, Tensor? seed, float[] rank_dropouts=[], float output_dropout=0.0, "
-      "Tensor? adapter_ids=None, Tensor? rank_factors=None) -> (Tensor, Tensor)");
-  // Returns the gradients that output_mask asks for, in its order: x, then A and B of each adapter.
-  m.def(
-      "lora_delta_backward(Tensor grad, Tensor x, Tensor[] lora_A, Tensor[] lora_B, Tensor hidden, "
-      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, "
-      "float[] rank_dropouts=[], float output_dropout=0.0, Tensor? adapter_ids=None, "
-      "Tensor? rank_factors=None) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
-  m.impl("lora_delta", TORCH_BOX(&loraaccel::forward_op));
-  m.impl("lora_delta_backward", TORCH_BOX(&loraaccel::backward_op));
-}
+}  // namespace loraaccel::operators

@@ -1,22 +1,20 @@
-// Several LoRA linear layers over one input: schema and CPU implementation.
+// Several LoRA linear layers over one input.
 #include "loraaccel/lora_qkv.h"
 
 #include <span>
 #include <vector>
 
-#include "bridge.h"
 #include "ops/adapters.h"
+#include "ops/bridge.h"
+#include "ops/operators.h"
 
-namespace loraaccel {
-namespace {
+namespace loraaccel::operators {
 
 using bridge::Group;
-using bridge::OptionalTensor;
 using bridge::RowsTensor;
 using bridge::spread;
-using bridge::Tensor;
 
-std::tuple<Tensor, Tensor> forward_op(
+std::tuple<Tensor, Tensor> lora_qkv_op(
     const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
     const std::vector<bool>& has_bias, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const std::vector<int64_t>& adapters,
@@ -45,15 +43,13 @@ std::tuple<Tensor, Tensor> forward_op(
     p.y = TensorView::strided(data, dtype, rows.view.rows(), p.w.rows(), outputs, 1);
     data += p.w.rows() * static_cast<int64_t>(dtype_size_bytes(dtype));
   }
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_qkv_forward(
-      bridge::context(&kernel), {rows.view, projections, bridge::matrix_view(hidden, kOp, "hidden"),
-                                 bridge::samples_of(kOp, x, rows.view.rows(), {})}));
-  bridge::count_kernel(kernel);
+  const LoraQkvArgs args = {rows.view, projections, bridge::matrix_view(hidden, kOp, "hidden"),
+                            bridge::samples_of(kOp, x, rows.view.rows(), {})};
+  bridge::run([&](const ExecContext& ctx) { return lora_qkv_forward(ctx, args); });
   return {std::move(y), std::move(hidden)};
 }
 
-std::vector<Tensor> backward_op(
+std::vector<Tensor> lora_qkv_backward_op(
     const std::vector<Tensor>& grads, const std::vector<bool>& has_grad, const Tensor& x,
     const std::vector<Tensor>& weights, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const std::vector<int64_t>& adapters, const Tensor& hidden,
@@ -95,32 +91,8 @@ std::vector<Tensor> backward_op(
     projections[j].dy = grad_rows[j].view;
   }
   args.projections = projections;
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_qkv_backward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_qkv_backward(ctx, args); });
   return outputs;
 }
 
-}  // namespace
-}  // namespace loraaccel
-
-STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
-  // Returns the outputs of all projections side by side, y [..., sum of N], and the rank activations [M, sum of R].
-  // biases: only those that there are; lora_A, lora_B, scalings, dropouts: of all projections, `adapters` counts each's.
-  m.def(
-      "lora_qkv(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, Tensor[] lora_A, "
-      "Tensor[] lora_B, int[] adapters, float[] scalings, float[] dropouts, Tensor? seed, "
-      "float[] rank_dropouts=[], Tensor? rank_factors=None) -> (Tensor, Tensor)");
-  // grads: of the projections whose output got one. Returns the gradients that output_mask asks for, in its order: x,
-  // then of each projection weight, bias, and A and B of each adapter.
-  m.def(
-      "lora_qkv_backward(Tensor[] grads, bool[] has_grad, Tensor x, Tensor[] weights, Tensor[] "
-      "lora_A, Tensor[] lora_B, int[] adapters, Tensor hidden, float[] scalings, float[] dropouts, "
-      "Tensor? seed, bool[] output_mask, float[] rank_dropouts=[], "
-      "Tensor? rank_factors=None) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
-  m.impl("lora_qkv", TORCH_BOX(&loraaccel::forward_op));
-  m.impl("lora_qkv_backward", TORCH_BOX(&loraaccel::backward_op));
-}
+}  // namespace loraaccel::operators

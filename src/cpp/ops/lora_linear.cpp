@@ -1,17 +1,18 @@
-// All that torch knows of lora_linear: schema and CPU implementation. Shapes and types are checked in the core.
+// One LoRA linear layer.
+#include "loraaccel/lora_linear.h"
+
 #include <vector>
 
-#include "bridge.h"
 #include "loraaccel/pack.h"
 #include "ops/adapters.h"
+#include "ops/bridge.h"
+#include "ops/operators.h"
 
-namespace loraaccel {
+namespace loraaccel::operators {
 namespace {
 
-using bridge::OptionalTensor;
 using bridge::RowsTensor;
 using bridge::sum_type;
-using bridge::Tensor;
 
 int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   int64_t rank = 0;
@@ -19,15 +20,15 @@ int64_t total_rank(const std::vector<LoraAdapter>& adapters) {
   return rank;
 }
 
-std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
-                                      const OptionalTensor& bias, const std::vector<Tensor>& lora_a,
-                                      const std::vector<Tensor>& lora_b,
-                                      const std::vector<double>& scalings,
-                                      const std::vector<double>& dropouts,
-                                      const OptionalTensor& seed, const OptionalTensor& packed,
-                                      const std::vector<double>& rank_dropouts,
-                                      const OptionalTensor& adapter_ids,
-                                      const OptionalTensor& rank_factors) {
+}  // namespace
+
+std::tuple<Tensor, Tensor> lora_linear_op(
+    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b,
+    const std::vector<double>& scalings, const std::vector<double>& dropouts,
+    const OptionalTensor& seed, const OptionalTensor& packed,
+    const std::vector<double>& rank_dropouts, const OptionalTensor& adapter_ids,
+    const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_linear";
   const RowsTensor rows = bridge::rows_view(x, kOp, "x");
   const std::vector<LoraAdapter> adapters = bridge::adapters_of(
@@ -44,21 +45,17 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
   Tensor hidden = bridge::empty({args.x.rows(), total_rank(adapters)}, sum_type(dtype));
   args.y = TensorView::matrix(y.data_ptr(), dtype, args.x.rows(), args.w.rows());
   args.h = bridge::matrix_view(hidden, kOp, "hidden");
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_linear_forward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_linear_forward(ctx, args); });
   return {std::move(y), std::move(hidden)};
 }
 
-std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                const std::vector<Tensor>& lora_a,
-                                const std::vector<Tensor>& lora_b, const Tensor& hidden,
-                                const std::vector<double>& scalings,
-                                const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                const std::vector<bool>& output_mask, const OptionalTensor& packed,
-                                const std::vector<double>& rank_dropouts,
-                                const OptionalTensor& adapter_ids,
-                                const OptionalTensor& rank_factors) {
+std::vector<Tensor> lora_linear_backward_op(
+    const Tensor& grad, const Tensor& x, const Tensor& weight, const std::vector<Tensor>& lora_a,
+    const std::vector<Tensor>& lora_b, const Tensor& hidden, const std::vector<double>& scalings,
+    const std::vector<double>& dropouts, const OptionalTensor& seed,
+    const std::vector<bool>& output_mask, const OptionalTensor& packed,
+    const std::vector<double>& rank_dropouts, const OptionalTensor& adapter_ids,
+    const OptionalTensor& rank_factors) {
   constexpr const char* kOp = "lora_linear_backward";
   if (output_mask.size() != 3 + 2 * lora_a.size()) {
     bridge::fail(StatusCode::kInvalidArgument,
@@ -110,47 +107,19 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   }
   args.grads.da = da;
   args.grads.db = db;
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_linear_backward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_linear_backward(ctx, args); });
   return outputs;
 }
 
-Tensor pack_op(const Tensor& weight, bool for_input_gradient) {
+Tensor pack_weight_op(const Tensor& weight, bool for_input_gradient) {
   constexpr const char* kOp = "pack_weight";
   const TensorView w = bridge::matrix_view(weight, kOp, "weight");
   const WeightUse use = for_input_gradient ? WeightUse::kInputGradient : WeightUse::kForward;
   const size_t bytes = packed_weight_bytes(w, use);
   Tensor packed = bridge::empty_bytes(static_cast<int64_t>(bytes));
-  bridge::throw_if_error(pack_weight(bridge::context(nullptr), w, use, packed.data_ptr(), bytes));
+  bridge::run(
+      [&](const ExecContext& ctx) { return pack_weight(ctx, w, use, packed.data_ptr(), bytes); });
   return packed;
 }
 
-}  // namespace
-}  // namespace loraaccel
-
-STABLE_TORCH_LIBRARY(loraaccel, m) {
-  // Returns y [..., N] and the rank activations hidden [M, sum of R] that the backward operator takes.
-  // dropouts: of the input, for each adapter; rank_dropouts: none, or of the rank activations and of whole ranks of a
-  // sample, for each adapter. adapter_ids: the adapter of each sample of x (its first dimension), -1 for none.
-  // rank_factors: [M, sum of R] in the type of the sums, factors of the rank activations besides those of the dropouts.
-  m.def(
-      "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor[] lora_A, Tensor[] lora_B, "
-      "float[] scalings, "
-      "float[] dropouts, Tensor? seed, Tensor? packed=None, float[] rank_dropouts=[], "
-      "Tensor? adapter_ids=None, Tensor? rank_factors=None) -> (Tensor, Tensor)");
-  // Returns the gradients that output_mask asks for, in its order: x, weight, bias, then A and B of each adapter.
-  m.def(
-      "lora_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor[] lora_A, Tensor[] "
-      "lora_B, Tensor hidden, "
-      "float[] scalings, float[] dropouts, Tensor? seed, bool[] output_mask, Tensor? packed=None, "
-      "float[] rank_dropouts=[], Tensor? adapter_ids=None, Tensor? rank_factors=None) -> Tensor[]");
-  // A copy of the weight in the order in which the kernels read it, as bytes; see loraaccel/pack.h.
-  m.def("pack_weight(Tensor weight, bool for_input_gradient) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
-  m.impl("lora_linear", TORCH_BOX(&loraaccel::forward_op));
-  m.impl("lora_linear_backward", TORCH_BOX(&loraaccel::backward_op));
-  m.impl("pack_weight", TORCH_BOX(&loraaccel::pack_op));
-}
+}  // namespace loraaccel::operators

@@ -1,18 +1,17 @@
-// LoRA MLP block: schema and CPU implementation.
+// LoRA MLP block.
 #include "loraaccel/lora_mlp.h"
 
 #include <vector>
 
-#include "bridge.h"
 #include "ops/adapters.h"
+#include "ops/bridge.h"
+#include "ops/operators.h"
 
-namespace loraaccel {
+namespace loraaccel::operators {
 namespace {
 
 using bridge::Group;
-using bridge::OptionalTensor;
 using bridge::RowsTensor;
-using bridge::Tensor;
 
 Activation activation_of(const char* op, int64_t number) {
   if (number < 0 || number > static_cast<int64_t>(Activation::kRelu)) {
@@ -40,7 +39,9 @@ TensorView inner_columns(const Tensor& packed, int64_t rows, int64_t index, int6
   return TensorView::strided(data, dtype, rows, width, total, 1);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> lora_mlp_op(
     const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
     const std::vector<bool>& has_bias, const std::vector<Tensor>& lora_a,
     const std::vector<Tensor>& lora_b, const std::vector<int64_t>& adapters,
@@ -78,20 +79,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(
   args.inner = {layers.data(), static_cast<size_t>(count)};
   args.h_inner = bridge::matrix_view(hidden_inner, kOp, "hidden_inner");
   args.h_down = bridge::matrix_view(hidden_down, kOp, "hidden_down");
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_mlp_forward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_mlp_forward(ctx, args); });
   return {std::move(y), std::move(inner), std::move(hidden_inner), std::move(hidden_down)};
 }
 
-std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tensor& inner,
-                                const std::vector<Tensor>& weights,
-                                const std::vector<Tensor>& lora_a,
-                                const std::vector<Tensor>& lora_b,
-                                const std::vector<int64_t>& adapters, const Tensor& hidden_inner,
-                                const Tensor& hidden_down, const std::vector<double>& scalings,
-                                const std::vector<double>& dropouts, const OptionalTensor& seed,
-                                int64_t activation, const std::vector<bool>& output_mask) {
+std::vector<Tensor> lora_mlp_backward_op(
+    const Tensor& grad, const Tensor& x, const Tensor& inner, const std::vector<Tensor>& weights,
+    const std::vector<Tensor>& lora_a, const std::vector<Tensor>& lora_b,
+    const std::vector<int64_t>& adapters, const Tensor& hidden_inner, const Tensor& hidden_down,
+    const std::vector<double>& scalings, const std::vector<double>& dropouts,
+    const OptionalTensor& seed, int64_t activation, const std::vector<bool>& output_mask) {
   constexpr const char* kOp = "lora_mlp_backward";
   check_layers(kOp, weights.size());
   const size_t expected = 1 + 2 * weights.size() + 2 * lora_a.size();
@@ -139,32 +136,8 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& x, const Tenso
   args.inner = {layers.data(), static_cast<size_t>(count)};
   args.outputs = kept;
   args.down = layers.back();
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_mlp_backward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_mlp_backward(ctx, args); });
   return outputs;
 }
 
-}  // namespace
-}  // namespace loraaccel
-
-STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
-  // weights: gate, up, down, or up, down; the other lists as in lora_qkv. activation: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu.
-  // Returns y [..., N] and what the backward operator takes: the inner layers' outputs side by side [..., I or 2 I], and
-  // the rank activations of the inner layers and of down.
-  m.def(
-      "lora_mlp(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, Tensor[] lora_A, "
-      "Tensor[] lora_B, int[] adapters, float[] scalings, float[] dropouts, Tensor? seed, int "
-      "activation) -> (Tensor, Tensor, Tensor, Tensor)");
-  // Returns the gradients that output_mask asks for, in its order: x, then of each layer weight, bias, and A and B of each
-  // adapter.
-  m.def(
-      "lora_mlp_backward(Tensor grad, Tensor x, Tensor inner, Tensor[] weights, Tensor[] lora_A, "
-      "Tensor[] lora_B, int[] adapters, Tensor hidden_inner, Tensor hidden_down, float[] scalings, "
-      "float[] dropouts, Tensor? seed, int activation, bool[] output_mask) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
-  m.impl("lora_mlp", TORCH_BOX(&loraaccel::forward_op));
-  m.impl("lora_mlp_backward", TORCH_BOX(&loraaccel::backward_op));
-}
+}  // namespace loraaccel::operators

@@ -1,16 +1,14 @@
-// LoRA convolution over NCHW images, forward: schema and CPU implementation.
+// LoRA convolution over NCHW images, forward.
 #include "loraaccel/lora_conv2d.h"
 
 #include <vector>
 
-#include "bridge.h"
 #include "ops/adapters.h"
+#include "ops/bridge.h"
+#include "ops/operators.h"
 
-namespace loraaccel {
+namespace loraaccel::operators {
 namespace {
-
-using bridge::OptionalTensor;
-using bridge::Tensor;
 
 // The view of [rows, ...] as a matrix: the rest must be dense.
 TensorView flat(const Tensor& t, const char* op, const char* name) {
@@ -23,12 +21,14 @@ TensorView flat(const Tensor& t, const char* op, const char* name) {
                             rows == 0 ? 0 : t.numel() / rows);
 }
 
-std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
-                                      const OptionalTensor& bias, const Tensor& lora_a,
-                                      const Tensor& lora_b, double scaling,
-                                      const std::vector<int64_t>& stride,
-                                      const std::vector<int64_t>& padding,
-                                      const std::vector<int64_t>& dilation) {
+}  // namespace
+
+std::tuple<Tensor, Tensor> lora_conv2d_op(const Tensor& x, const Tensor& weight,
+                                          const OptionalTensor& bias, const Tensor& lora_a,
+                                          const Tensor& lora_b, double scaling,
+                                          const std::vector<int64_t>& stride,
+                                          const std::vector<int64_t>& padding,
+                                          const std::vector<int64_t>& dilation) {
   constexpr const char* kOp = "lora_conv2d";
   if (x.dim() != 4 || !x.is_contiguous() || weight.dim() != 4 || stride.size() != 2 ||
       padding.size() != 2 || dilation.size() != 2) {
@@ -61,22 +61,8 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& x, const Tensor& weight,
   Tensor hidden = bridge::empty({s.samples, args.a.rows(), height, width}, DType::kFloat32);
   args.y = y.data_ptr();
   args.h = static_cast<float*>(hidden.data_ptr());
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_conv2d_forward(bridge::context(&kernel), args));
-  if (kernel != nullptr) bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_conv2d_forward(ctx, args); });
   return {std::move(y), std::move(hidden)};
 }
 
-}  // namespace
-}  // namespace loraaccel
-
-STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
-  // Returns y [S, N, H', W'] and the rank activations [S, R, H', W'] in float32. x dense NCHW, one group.
-  m.def(
-      "lora_conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor lora_A, Tensor lora_B, float "
-      "scaling, int[] stride, int[] padding, int[] dilation) -> (Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
-  m.impl("lora_conv2d", TORCH_BOX(&loraaccel::forward_op));
-}
+}  // namespace loraaccel::operators

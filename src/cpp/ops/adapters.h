@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "bridge.h"
 #include "loraaccel/lora_qkv.h"
+#include "ops/bridge.h"
 
 namespace loraaccel::bridge {
 

@@ -1,50 +1,13 @@
 // What the Python package asks of this library outside the operators: C functions, no torch types.
-#include <atomic>
-#include <cstring>
-
-#include "bridge.h"
 #include "loraaccel/export.h"
 #include "loraaccel/kernels.h"
-
-namespace loraaccel::bridge {
-namespace {
-
-constexpr int kMaxKernels = 16;
-
-struct KernelCalls {
-  std::atomic<const char*> name{nullptr};
-  std::atomic<int64_t> calls{0};
-};
-KernelCalls kernel_calls[kMaxKernels];
-
-}  // namespace
-
-void count_kernel(const char* name) {
-  for (KernelCalls& entry : kernel_calls) {
-    const char* known = entry.name.load(std::memory_order_acquire);
-    if (known == nullptr && entry.name.compare_exchange_strong(known, name)) known = name;
-    if (known == name || std::strcmp(known, name) == 0) {
-      entry.calls.fetch_add(1, std::memory_order_relaxed);
-      return;
-    }
-  }
-}
-
-}  // namespace loraaccel::bridge
+#include "ops/bridge.h"
 
 extern "C" {
 
 // Fills names[i] and calls[i] for the kernels that ran in operators of this process; returns how many there are.
 LORAACCEL_API int loraaccel_torch_kernel_calls(const char** names, int64_t* calls, int capacity) {
-  int count = 0;
-  for (auto& entry : loraaccel::bridge::kernel_calls) {
-    const char* name = entry.name.load(std::memory_order_acquire);
-    if (name == nullptr || count == capacity) break;
-    names[count] = name;
-    calls[count] = entry.calls.load(std::memory_order_relaxed);
-    ++count;
-  }
-  return count;
+  return loraaccel::bridge::kernel_calls(names, calls, capacity);
 }
 
 // From how many rows on torch's GEMM is borrowed, for types in the order float32, bfloat16, float16. 0 stands for the

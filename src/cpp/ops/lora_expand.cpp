@@ -1,15 +1,15 @@
-// The second half of an adapter, added to a given output: schema and CPU implementation.
+// The second half of an adapter, added to a given output.
 #include "loraaccel/lora_expand.h"
 
 #include <vector>
 
-#include "bridge.h"
+#include "ops/bridge.h"
+#include "ops/operators.h"
 
-namespace loraaccel {
+namespace loraaccel::operators {
 namespace {
 
 using bridge::RowsTensor;
-using bridge::Tensor;
 
 // The matrices [pixels, channels] of a tensor: [..., C] as one by rows, or each image of [S, C, ...] by columns.
 struct Matrices {
@@ -37,8 +37,10 @@ struct Matrices {
   }
 };
 
-Tensor forward_op(const Tensor& base, const Tensor& hidden, const Tensor& lora_b, double scaling,
-                  bool channels_first) {
+}  // namespace
+
+Tensor lora_expand_op(const Tensor& base, const Tensor& hidden, const Tensor& lora_b,
+                      double scaling, bool channels_first) {
   constexpr const char* kOp = "lora_expand";
   const Matrices bases(base, channels_first, kOp, "base");
   const Matrices hiddens(hidden, channels_first, kOp, "hidden");
@@ -50,15 +52,14 @@ Tensor forward_op(const Tensor& base, const Tensor& hidden, const Tensor& lora_b
   args.base = bases.views;
   args.hidden = hiddens.views;
   args.y = outputs.views;
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_expand_forward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_expand_forward(ctx, args); });
   return y;
 }
 
-std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& hidden, const Tensor& lora_b,
-                                double scaling, bool channels_first,
-                                const std::vector<bool>& output_mask) {
+std::vector<Tensor> lora_expand_backward_op(const Tensor& grad, const Tensor& hidden,
+                                            const Tensor& lora_b, double scaling,
+                                            bool channels_first,
+                                            const std::vector<bool>& output_mask) {
   constexpr const char* kOp = "lora_expand_backward";
   if (output_mask.size() != 2) {
     bridge::fail(StatusCode::kInvalidArgument, std::string(kOp) + ": output_mask has " +
@@ -83,27 +84,8 @@ std::vector<Tensor> backward_op(const Tensor& grad, const Tensor& hidden, const 
     outputs.push_back(bridge::empty({args.b.rows(), args.b.cols()}, args.b.dtype));
     args.db = bridge::matrix_view(outputs.back(), kOp, "grad_B");
   }
-  const char* kernel = nullptr;
-  bridge::throw_if_error(lora_expand_backward(bridge::context(&kernel), args));
-  bridge::count_kernel(kernel);
+  bridge::run([&](const ExecContext& ctx) { return lora_expand_backward(ctx, args); });
   return outputs;
 }
 
-}  // namespace
-}  // namespace loraaccel
-
-STABLE_TORCH_LIBRARY_FRAGMENT(loraaccel, m) {
-  // base + scaling hidden B^T, over the last dimension, or over the second of dense tensors where channels_first is true.
-  m.def(
-      "lora_expand(Tensor base, Tensor hidden, Tensor lora_B, float scaling, bool channels_first) "
-      "-> Tensor");
-  // Returns the gradients that output_mask asks for: hidden, lora_B.
-  m.def(
-      "lora_expand_backward(Tensor grad, Tensor hidden, Tensor lora_B, float scaling, bool "
-      "channels_first, bool[] output_mask) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
-  m.impl("lora_expand", TORCH_BOX(&loraaccel::forward_op));
-  m.impl("lora_expand_backward", TORCH_BOX(&loraaccel::backward_op));
-}
+}  // namespace loraaccel::operators

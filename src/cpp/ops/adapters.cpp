@@ -20,8 +20,8 @@ Key key_of(const char* op, const Dropouts& dropouts) {
   for (const double p : dropouts.rank) drops = drops || p > 0;
   if (!drops) return {};
   const OptionalTensor& seed = dropouts.seed;
-  if (!seed.has_value() || seed->scalar_type() != torch::headeronly::ScalarType::Long ||
-      seed->numel() != 2 || !seed->is_contiguous() || !seed->is_cpu()) {
+  if (!seed.has_value() || !is_int64(*seed) || seed->numel() != 2 || !seed->is_contiguous() ||
+      !seed->is_cpu()) {
     fail(StatusCode::kInvalidArgument,
          std::string(op) +
              ": dropout without a seed, expected a dense int64 tensor of two "
@@ -97,8 +97,8 @@ LoraSamples samples_of(const char* op, const Tensor& x, int64_t rows,
   LoraSamples result;
   if (samples > 0 && rows > 0) result.rows = rows / samples;
   if (!adapters.has_value()) return result;
-  if (adapters->scalar_type() != torch::headeronly::ScalarType::Long || adapters->dim() != 1 ||
-      adapters->numel() != samples || !adapters->is_contiguous() || !adapters->is_cpu()) {
+  if (!is_int64(*adapters) || adapters->dim() != 1 || adapters->numel() != samples ||
+      !adapters->is_contiguous() || !adapters->is_cpu()) {
     fail(StatusCode::kInvalidArgument,
          std::string(op) +
              ": adapter_ids is not one dense int64 number on the CPU for each of the " +
@@ -180,8 +180,7 @@ LoraProjectionBackward GradientOutputs::of_layer(const TensorView& weight,
 
 const void* packed_memory(const OptionalTensor& packed, const char* op) {
   if (!packed.has_value()) return nullptr;
-  if (!packed->is_cpu() || !packed->is_contiguous() ||
-      packed->scalar_type() != torch::headeronly::ScalarType::Byte || packed->numel() < 64) {
+  if (!packed->is_cpu() || !packed->is_contiguous() || !is_byte(*packed) || packed->numel() < 64) {
     fail(StatusCode::kInvalidArgument,
          std::string(op) + ": packed is no packed weight, expected what pack_weight returned");
   }
