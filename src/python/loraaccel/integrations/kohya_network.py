@@ -8,7 +8,6 @@ of gradients is hidden by an attribute of the object: its class may be the scrip
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import sys
 from types import FrameType
@@ -100,11 +99,16 @@ def _make_class(base: type) -> type:
         if _BASE not in type(self).__dict__:
             return reduced
         state = {key: value for key, value in reduced[2].items() if key != _ATTRIBUTE}
-        return (copyreg.__newobj__, (base,), state, *reduced[3:])
+        return (_new, (base,), state, *reduced[3:])
 
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {task.method: _method(base, task) for task in _tasks_of(base)}
     return type(base.__name__, (base,), {**members, "__reduce_ex__": reduce_ex, _BASE: base})
+
+
+def _new(base: type) -> Any:
+    """For copy and pickle: an empty object of the host's class."""
+    return object.__new__(base)
 
 
 def _method(base: type, task: Task) -> Any:
