@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kohya_modules import LoRAModule
+from kohya_modules import PerturbedModule
 from torch import Tensor, nn
 
 
@@ -86,22 +86,18 @@ class CountingNetwork(Network):
         return Network.apply_max_norm_regularization(self, max_norm_value, device)
 
 
-class NormedModule(LoRAModule):
+class NormedModule(PerturbedModule):
     """kohya's Flux modules: norms of the rows of the weight's update and gradient, taken at each step."""
 
-    ggpo_sigma: float | None = 0.5
-    ggpo_beta: float | None = 0.25
+    ggpo_sigma: float | None = 0.03  # type: ignore[assignment]
+    ggpo_beta: float | None = 0.01  # type: ignore[assignment]
     weight_norms: Tensor
-    combined_weight_norms: Tensor | None = None
-    grad_norms: Tensor | None = None
 
     def __init__(self, lora_name: str, layer: nn.Linear, *arguments: Any) -> None:
         super().__init__(lora_name, layer, *arguments)
         self.org_weight_norm_estimate = layer.weight.detach().float().norm(dim=1).mean()
-
-    @property
-    def device(self) -> torch.device:
-        return self.lora_up.weight.device
+        self.org_module_shape = layer.weight.shape
+        self.perturbation_norm_factor = layer.weight.shape[0] ** -0.5
 
     @torch.no_grad()
     def update_norms(self) -> None:

@@ -192,32 +192,35 @@ class Odd(Tensor):
 )
 def test_limit_declines(why: str) -> None:
     """Weights that ours does not take: the host's method, with its result or its error, and a reason."""
-    network = network_of()
-    reason = {"alone": "shape", "shared": "shape", "autocast": "dtype"}.get(why, why)
-    if why == "shape":
-        network.lora_unet_d.lora_down = nn.Conv2d(6, 4, 5, bias=False)
-    elif why == "dtype":
-        network.lora_unet_e.lora_up.to(BF16)
-    elif why == "tensor_subclass":
-        weight = network.lora_unet_e.lora_up.weight.detach().as_subclass(Odd)
-        network.lora_unet_e.lora_up.weight = nn.Parameter(weight)
-    elif why == "device":
-        network.lora_unet_e.to("meta")
-    elif why == "alone":
-        del network.lora_unet_e.alpha
-    elif why == "shared":
-        network.lora_unet_e.lora_up.weight = network.lora_unet_e.lora_down.weight = nn.Parameter(
-            torch.randn(4, 4)
-        )
     with torch.autocast("cpu", BF16, enabled=why == "autocast"):
         outcomes = []
-        for n in (copy.deepcopy(network), taken(network)[0]):
+        for network in (declined(why), taken(declined(why))[0]):
             try:
-                outcomes.append(repr(n.apply_max_norm_regularization(1.0, "cpu")))
+                outcomes.append(repr(network.apply_max_norm_regularization(1.0, "cpu")))
             except Exception as error:  # noqa: BLE001
                 outcomes.append(f"{type(error)} {error}")
     assert outcomes[0] == outcomes[1]
+    reason = {"alone": "shape", "shared": "shape", "autocast": "dtype"}.get(why, why)
     assert network.__dict__["_loraaccel_network"].records["max norm"].own == {reason: 1}
+
+
+def declined(why: str) -> Any:
+    network = network_of()
+    module = network.lora_unet_e
+    if why == "shape":
+        network.lora_unet_d.lora_down = nn.Conv2d(6, 4, 5, bias=False)
+    elif why == "dtype":
+        module.lora_up.to(BF16)
+    elif why == "tensor_subclass":
+        module.lora_up.weight = nn.Parameter(module.lora_up.weight.detach().as_subclass(Odd))
+    elif why == "device":
+        module.to("meta")
+    elif why == "alone":
+        del module.alpha
+    elif why == "shared":
+        network.lora_unet_f.lora_up.weight = module.lora_up.weight
+        network.lora_unet_f.lora_down.weight = module.lora_down.weight
+    return network
 
 
 def test_limit_of_no_layers_is_the_hosts_error() -> None:

@@ -151,7 +151,7 @@ def _compare(
 
     def error(found: tuple[int, float, float]) -> float:
         if abs(found[0] - result[0]) > near:
-            return math.inf
+            return 1.0
         errors = [relative_error(state[key], copies[key]) for key in state]
         errors += [
             abs(f - r) / max(abs(r), 1e-300) if f != r else 0.0
