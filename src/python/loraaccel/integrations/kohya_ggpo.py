@@ -68,10 +68,13 @@ def _plan_norms(network: Any, args: tuple[Any, ...]) -> Plan | str:
 
 
 def _norms(module: Any) -> dict[str, Tensor] | str:
-    down, up, frozen = module.lora_down.weight, module.lora_up.weight, module.org_weight_norm_estimate
+    halves: list[Any] = [getattr(half, "weight", None) for half in (module.lora_down, module.lora_up)]
+    (down, up), frozen = halves, module.__dict__.get("org_weight_norm_estimate")
     reason = _why_not_factors(down, up) or why_not_tensors(frozen)
-    if reason or frozen.dim() != 0:
-        return reason or "shape"
+    if reason:
+        return reason
+    if frozen.dim() != 0:
+        return "shape"
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         squares = update_row_squares(down, up)[:, None]
         if not squares.isfinite().all():
