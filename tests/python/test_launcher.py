@@ -150,7 +150,7 @@ def test_every_mode_trains_the_same(trainer: Path, tmp_path: Path) -> None:
                 line.startswith("verify: largest relative error of an output") for line in lines_of(done)
             )
     report = json.loads((tmp_path / "off.json").read_text())
-    assert report == {"mode": "off", "exit_code": 0, "summary": [], "layers": []}
+    assert report == {"mode": "off", "exit_code": 0, "summary": [], "layers": [], "network": []}
     for mode in ("off", "auto", "on", "verify"):
         exact = mode == "off"
         assert losses[mode] == (losses["plain"] if exact else pytest.approx(losses["plain"], rel=1e-5))

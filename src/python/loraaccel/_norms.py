@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from loraaccel import _state
-from loraaccel._autograd import _below_autograd
 from loraaccel._checks import check_matrix, check_operands, number
 from loraaccel._dora import norms_op
 from loraaccel.ops import lora_linear, lora_linear_adapters
@@ -25,9 +24,7 @@ def lora_norm(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tensor:
     a, b = _factors("lora_norm", lora_A, lora_B)
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         sums = torch.float64 if a.dtype == torch.float64 else torch.float32
-        a, b = a.double(), b.double()  # the sum may cancel, as of a difference of two adapters
-        square = ((b.t() @ b) * (a @ a.t())).sum()
-        return (square.clamp_min(0.0).sqrt() * abs(number("lora_norm", scaling))).to(sums)
+        return (update_squares([(a, b)])[0].sqrt() * abs(number("lora_norm", scaling))).to(sums)
 
 
 def lora_row_norms(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tensor:
@@ -41,8 +38,8 @@ def lora_row_norms(lora_A: Tensor, lora_B: Tensor, scaling: float = 1.0) -> Tens
             return torch.linalg.norm(scale * (b.to(sums) @ a.to(sums)), dim=1)
         if torch.compiler.is_compiling():
             return norms_op(None, [a.detach()], [b.detach()], [scale])
-        with _below_autograd():
-            return norms_op(None, [a.detach()], [b.detach()], [scale])
+        sums = torch.float64 if a.dtype == torch.float64 else torch.float32
+        return (update_row_squares(a, b).sqrt() * abs(scale)).to(sums)
 
 
 class MaxNorm(NamedTuple):
@@ -91,11 +88,13 @@ def ggpo_norms(
 
     weight_norm: the estimate of the frozen rows' norm.
     """
-    rows = lora_row_norms(lora_A, lora_B)
-    combined = (rows.square() + float(weight_norm) ** 2).sqrt()
-    down = torch.cat([grad_A.to(lora_A.dtype), lora_A.detach()], 0)
-    up = torch.cat([lora_B.detach(), grad_B.to(lora_B.dtype)], 1)
-    return combined, lora_row_norms(down, up, scaling)
+    a, b = _factors("ggpo_norms", lora_A, lora_B)
+    grad_a, grad_b = _factors("ggpo_norms", grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype))
+    sums = torch.float64 if a.dtype == torch.float64 else torch.float32
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        combined = (update_row_squares(a, b) + float(weight_norm) ** 2).sqrt()
+        grads = gradient_row_squares(a, b, grad_a, grad_b).sqrt() * abs(number("ggpo_norms", scaling))
+    return combined.to(sums), grads.to(sums)
 
 
 def ggpo_linear(
@@ -137,6 +136,53 @@ def ggpo_linear(
         perturbation = torch.randn_like(weight).mul_(spread.to(weight.dtype)[:, None])
         moved = lora_linear_adapters(x.detach(), perturbation, None, (), (), [], [])
     return y + moved
+
+
+# ---- Gram matrices ---------------------------------------------------------------------------------------------------
+
+# Sums in float32 whose terms cancel to less than this part of them are made again in float64.
+_CANCELS = 1e-3
+
+
+def update_squares(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """‖B A‖² of each pair (A [R, K], B [N, R]), in float64, [len(pairs)]: Σ (Bᵀ B) ∘ (A Aᵀ), never below zero.
+    Outside of autocast and of autograd, as the functions below."""
+    squares, sizes = zip(*(_square(*_widened(a, b)) for a, b in pairs), strict=True)
+    total = torch.stack(squares)
+    for i in (total < _CANCELS * torch.stack(sizes)).nonzero().flatten().tolist():
+        a, b = pairs[i]
+        total[i] = _square(a.double(), b.double())[0]
+    return total.clamp_min_(0.0)
+
+
+def _square(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum, and what it is where the rows of A are at right angles."""
+    rows, columns = a @ a.t(), b.t() @ b
+    return (rows * columns).sum(dtype=torch.float64), rows.diagonal().dot(columns.diagonal())
+
+
+def update_row_squares(a: Tensor, b: Tensor) -> Tensor:
+    """‖(B A)_n‖² of each row, [N], in float32 or float64, never below zero: rowsum((B (A Aᵀ)) ∘ B)."""
+    wide_a, wide_b = _widened(a, b)
+    rows = wide_a @ wide_a.t()
+    total = ((wide_b @ rows) * wide_b).sum(1)
+    cancelled = (total < _CANCELS * (wide_b.square() @ rows.diagonal())).nonzero().flatten()
+    if cancelled.numel():
+        exact_a, exact_b = a.double(), b[cancelled].double()
+        total[cancelled] = ((exact_b @ (exact_a @ exact_a.t())) * exact_b).sum(1).to(total.dtype)
+    return total.clamp_min_(0.0)
+
+
+def gradient_row_squares(a: Tensor, b: Tensor, grad_a: Tensor, grad_b: Tensor) -> Tensor:
+    """`update_row_squares` of B dA + dB A, which is [B dB] times [dA; A]."""
+    return update_row_squares(torch.cat([grad_a, a]), torch.cat([b, grad_b], 1))
+
+
+def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors in a type whose products are exact enough, whatever torch may round float32 to."""
+    exact = a.dtype != torch.float64 and torch.get_float32_matmul_precision() == "highest"
+    dtype = torch.float32 if exact else torch.float64
+    return a.to(dtype), b.to(dtype)
 
 
 def _factors(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,7 @@ def _adopted(network: Any, base: str, mode: str) -> Any:
     def apply(*args: Any, **kwargs: Any) -> Any:
         result = apply_to(*args, **kwargs)
         run.created(network)
+        run.applied(network)
         return result
 
     network.apply_to = apply

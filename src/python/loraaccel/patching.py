@@ -11,7 +11,7 @@ from torch import nn
 
 from loraaccel import _state
 from loraaccel._state import disabled
-from loraaccel.integrations import patched
+from loraaccel.integrations import kohya_network, patched
 from loraaccel.integrations.hosts import Host, host_of
 
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
@@ -149,9 +149,12 @@ def patch_as_it_comes(
 
 
 def unpatch(model: nn.Module) -> int:
-    """Takes `patch` back: every module is what it was before. Returns the number of modules restored."""
+    """Takes `patch` back: every module is what it was before. Returns the number of modules restored. A network of
+    kohya's trainer that the launcher took over is the host's own again, and so is its trainer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model is a {type(model).__name__}, expected a torch.nn.Module")
+    for module in model.modules():
+        kohya_network.give_back(module)
     return sum(patched.remove(module) for module in model.modules())
 
 

@@ -80,7 +80,7 @@ def run(
     session = sessions.Session("off" if off else mode)
     if not off:
         sessions.active = session
-        sys.meta_path.insert(0, hooks.ImportHook(session.created))
+        sys.meta_path.insert(0, hooks.ImportHook(session.created, session.applied))
     code = 1
     try:
         start(script_path, arguments)

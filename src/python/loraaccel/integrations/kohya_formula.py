@@ -84,18 +84,20 @@ def factors_of(module: Any) -> tuple[list[Any], list[Any]]:
 def names_of(cls: Any, methods: Sequence[str] = ("forward", "default_forward")) -> frozenset[str]:
     """Every name that these methods use, as far as the class has them (default_forward: kohya's inference)."""
     found: set[str] = set()
-
-    def walk(code: CodeType) -> None:
-        found.update(code.co_names)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                walk(constant)
-
     for name in methods:
         code = getattr(getattr(cls, name, None), "__code__", None)
         if isinstance(code, CodeType):
-            walk(code)
+            found |= names_in(code)
     return frozenset(found)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Every name that the code uses, that of functions inside it included."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= names_in(constant)
+    return found
 
 
 class Mode(NamedTuple):

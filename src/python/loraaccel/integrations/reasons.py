@@ -18,9 +18,10 @@ REASONS: dict[str, str] = {
     "no_active_adapter": "none of the active adapters is on this layer",
     "zero_scaling": "every active adapter has scaling 0, so the frozen layer's own output is wanted",
     "scaling_type": "the scaling is not a finite number",
-    "unknown_forward": "the class does something else than kohya's formula, or with other random numbers",
+    "unknown_forward": "the class, or a network's method, does something else than kohya's, or draws other numbers",
     "regional": "the network applies its adapters to regions of the image or to parts of the prompt",
     # of the call
+    "values": "a network's method on numbers that are not finite, or a limit that makes no sense",
     "switched_off": "LORAACCEL=0, or inside loraaccel.disabled()",
     "extra_arguments": "the call has more arguments than x, or other ones than adapter_names",
     "tensor_subclass": "x or a weight is not a plain, dense tensor",

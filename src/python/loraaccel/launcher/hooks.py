@@ -13,13 +13,16 @@ from typing import Any
 
 # Called with an object whose LoRA modules have just come to life: a module of kohya's kind, or a model with adapters.
 Created = Callable[[Any], None]
+# Called with a network of such modules that has just been applied to its model.
+Applied = Callable[[Any], None]
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
     """Stands before the other finders, asks them, and looks at each Python module once it has run."""
 
-    def __init__(self, created: Created) -> None:
+    def __init__(self, created: Created, applied: Applied) -> None:
         self.created = created
+        self.applied = applied
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -41,20 +44,29 @@ class ImportHook(importlib.abc.MetaPathFinder):
         @functools.wraps(original)
         def exec_module(module: ModuleType) -> None:
             original(module)
-            watch_module(module, self.created)
+            watch_module(module, self.created, self.applied)
 
         loader.exec_module = exec_module  # of this module's loader only
 
 
-def watch_module(module: ModuleType, created: Created) -> None:
-    """Wraps what makes LoRA modules: `apply_to` of classes that replace a layer's forward, PEFT's `inject_adapter`."""
+def watch_module(module: ModuleType, created: Created, applied: Applied) -> None:
+    """Wraps what makes LoRA modules: `apply_to` of classes that replace a layer's forward, PEFT's `inject_adapter`; and
+    `apply_to` of networks, modules that have no forward of their own."""
     if "torch" not in sys.modules:
         return
     for cls in _classes(module):
-        if "apply_to" in cls.__dict__ and "forward" in cls.__dict__:
-            _after(cls, "apply_to", created)
+        if "apply_to" in cls.__dict__:
+            if "forward" in cls.__dict__:
+                _after(cls, "apply_to", created)
+            elif _is_network(cls):
+                _after(cls, "apply_to", applied)
     if module.__name__ == "peft.tuners.tuners_utils":
         _after(module.BaseTuner, "inject_adapter", lambda self: created(self.model))
+
+
+def _is_network(cls: Any) -> bool:
+    nn = sys.modules.get("torch.nn")
+    return nn is not None and issubclass(cls, nn.Module) and cls.forward is nn.Module.forward
 
 
 def _classes(module: ModuleType) -> Iterator[Any]:

@@ -30,6 +30,23 @@ class Layer(NamedTuple):
         return max(self.reasons, key=lambda r: self.reasons[r]) if self.reasons else "not_called"
 
 
+class Work(NamedTuple):
+    """What became of one thing that the trainer does at each step around the network."""
+
+    work: str
+    fused: int  # calls that ours served
+    own: int  # calls of the trainer's own method
+    reasons: dict[str, int]  # of those
+    largest_error: float | None  # that verify saw
+
+    @property
+    def line(self) -> str:
+        line = f"network: {self.work}, {self.fused} calls"
+        if self.own:
+            line += "; the trainer's own: " + ", ".join(f"{n} {r}" for r, n in sorted(self.reasons.items()))
+        return line
+
+
 class Session:
     """Collects the LoRA modules of a run. Patches each as it appears."""
 
@@ -37,6 +54,7 @@ class Session:
         self.mode = mode
         self._states: list[tuple[str, Any]] = []  # kind, PatchState
         self._known: set[int] = set()
+        self._host_work: Any = None
 
     def created(self, model: Any) -> None:
         """Patches the LoRA modules in `model`, or `model` itself."""
@@ -48,6 +66,25 @@ class Session:
                 self._known.add(id(state))
                 self._states.append((entry.kind, state))
 
+    def applied(self, network: Any) -> None:
+        """Takes over what the trainer does at each step with a network that it has just applied."""
+        from loraaccel.integrations import kohya_network, kohya_work
+
+        if self._host_work is None:
+            verify = VERIFIED_CALLS if self.mode == "verify" else 0
+            self._host_work = kohya_work.HostWork(verify, roll_back=self.mode != "on")
+        kohya_network.applied(network, self._host_work)
+
+    def work(self) -> list[Work]:
+        records = {} if self._host_work is None else self._host_work.records
+        return [
+            Work(
+                name, record.fused, sum(record.own.values()), dict(record.own),
+                record.largest_error if self.mode == "verify" else None,
+            )
+            for name, record in records.items()
+        ]  # fmt: skip
+
     def layers(self) -> list[Layer]:
         return [
             Layer(
@@ -58,16 +95,15 @@ class Session:
         ]  # fmt: skip
 
     @property
-    def failed(self) -> list[Layer]:
-        """Layers that verify gave up."""
-        return [layer for layer in self.layers() if "verify_failed" in layer.reasons]
+    def failed(self) -> list[tuple[str, float]]:
+        """What verify gave up, and the error that it saw: layers, and work around the network."""
+        everything = [(layer.name, layer) for layer in self.layers()] + [(w.work, w) for w in self.work()]
+        return [(name, n.largest_error or 0.0) for name, n in everything if "verify_failed" in n.reasons]
 
     def lines(self) -> list[str]:
         """For people: a line for each kind, then what verify found."""
         layers = self.layers()
-        if not layers:
-            return ["no LoRA modules: the script made none of a kind that loraaccel knows"]
-        lines = []
+        lines = [] if layers else ["no LoRA modules: the script made none of a kind that loraaccel knows"]
         for kind in sorted({layer.kind for layer in layers}):
             of_kind = [layer for layer in layers if layer.kind == kind]
             fused = [layer for layer in of_kind if layer.fused]
@@ -83,6 +119,7 @@ class Session:
                     f"{n} {reason}" for reason, n in sorted(calls.items())
                 )
             lines.append(line)
+        lines += [work.line for work in self.work()]
         if self.mode == "verify":
             lines += self._verify_lines(layers)
         return lines
@@ -91,15 +128,15 @@ class Session:
         errors = [
             layer.largest_error or 0.0 for layer in layers if layer.fused or "verify_failed" in layer.reasons
         ]
-        if not errors:
-            return ["verify: nothing was compared"]
-        worst = max(layers, key=lambda layer: layer.largest_error or 0.0)
-        lines = [
-            f"verify: largest relative error of an output {worst.largest_error:.1e} in {worst.name}, "
-            f"middle layer {statistics.median(errors):.1e}"
-        ]
-        lines += [f"verify: {layer.name} failed with {layer.largest_error:.1e}" for layer in self.failed]
-        return lines
+        lines = ["verify: nothing was compared"]
+        if errors:
+            worst = max(layers, key=lambda layer: layer.largest_error or 0.0)
+            lines = [
+                f"verify: largest relative error of an output {worst.largest_error:.1e} in {worst.name}, "
+                f"middle layer {statistics.median(errors):.1e}"
+            ]
+        lines += [f"verify: {w.work}: largest relative error {w.largest_error:.1e}" for w in self.work()]
+        return lines + [f"verify: {name} failed with {error:.1e}" for name, error in self.failed]
 
     def finish(self, report: Path | None, exit_code: int) -> None:
         """Says on standard error what was fused, and writes the file. Switched off it says nothing. A file that cannot
@@ -117,6 +154,7 @@ class Session:
                     {**layer._asdict(), "reason": "" if layer.fused else layer.reason}
                     for layer in self.layers()
                 ],
+                "network": [work._asdict() for work in self.work()],
             }
             try:
                 report.write_text(json.dumps(data, indent=1) + "\n")
