@@ -240,8 +240,11 @@ def hosts(session: nox.Session) -> None:
         session.error("expected --sd-scripts and a checkout of kohya-ss/sd-scripts")
     install_build_tools(session, *PYPROJECT["project"]["dependencies"], *SDSCRIPTS, "pytest>=8")
     session.install("--no-build-isolation", "--no-deps", ".")
-    test = str(ROOT / "tests" / "outside" / "test_sdscripts.py")
+    tests = [
+        str(ROOT / "tests" / "outside" / f"{name}.py")
+        for name in ("test_sdscripts", "test_sdscripts_network")
+    ]
     session.chdir(session.create_tmp())
     environment = {"LORAACCEL_SDSCRIPTS_DIR": str(Path(checkout).resolve())}
     options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", "-rs"]
-    session.run("pytest", *options, test, env=environment)
+    session.run("pytest", *options, *tests, env=environment)

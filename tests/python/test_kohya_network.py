@@ -77,9 +77,9 @@ def test_limit(rank: int, dtype: torch.dtype) -> None:
     """Counts, norms and weights are the host's, three times in a row."""
     host = network_of(dtype=dtype, rank=rank)
     ours, work = taken(copy.deepcopy(host))
-    for limit in (1.0, 0.6, 100.0):
-        expected = host.apply_max_norm_regularization(limit, torch.device("cpu"))
-        found = ours.apply_max_norm_regularization(limit, torch.device("cpu"))
+    for limit, device in ((1.0, torch.device("cpu")), (0.6, torch.device("cpu", 0)), (100.0, "cpu")):
+        expected = host.apply_max_norm_regularization(limit, device)
+        found = ours.apply_max_norm_regularization(limit, device)
         assert [type(n) for n in found] == [int, float, float]
         assert found[0] == expected[0]
         assert found[1:] == pytest.approx(expected[1:], rel=BOUND[dtype])

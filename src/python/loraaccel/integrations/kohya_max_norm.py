@@ -114,8 +114,8 @@ def _pairs(state: dict[str, Tensor], device: torch.device) -> list[_Pair] | str:
             return reason
         if up.dtype != down.dtype or up.dtype not in _LARGEST:
             return "dtype"
-        if {down.device, up.device, alpha.device} != {device}:
-            return "device"
+        if {down.device.type, up.device.type, alpha.device.type} != {device.type}:
+            return "device"  # (several processes on CPUs call theirs cpu:0)
         linear = down.dim() == up.dim() == 2
         conv = (
             down.dim() == up.dim() == 4
