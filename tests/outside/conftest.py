@@ -1,7 +1,7 @@
 """Trainers of a checkout of sd-scripts, whose folder is LORAACCEL_SDSCRIPTS_DIR. Without one these tests are skipped.
 
-What they make goes into pytest's temporary folder and is deleted at the end, or into LORAACCEL_SDSCRIPTS_WORK, where the
-models are kept for the next time.
+What they make goes into pytest's temporary folder and is deleted at the end, or into LORAACCEL_SDSCRIPTS_WORK, where
+the models are kept for the next time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def trainer(
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sdscripts_runs.Trainer]:
-    """SD 1.5 with a U-Net of 32 to 64 channels: seconds for 20 steps."""
+    """SD 1.5 with a U-Net of 64 to 96 channels: seconds for 20 steps."""
     yield from trainer(tmp_path_factory, "narrow", sdscripts_runs.NARROW)
 
 

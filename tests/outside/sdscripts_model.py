@@ -1,11 +1,11 @@
-"""Writes what a training run of sd-scripts reads, from a seed and without a network: a random SD 1.5 model in diffusers'
-layout, its tokenizer, and eight captioned images.
+"""Writes what a training run of sd-scripts reads, from a seed and without a network: a random SD 1.5 model in the
+layout of diffusers, its tokenizer, and eight captioned images.
 
-    python sdscripts_model.py FOLDER [--widths 32,64,64,64]
+    python sdscripts_model.py FOLDER [--widths 64,64,96,96]
 
 Only the U-Net has to be as wide as SD 1.5's: sd-scripts takes its widths from constants of its own. Its file is float16
-(1.7 GB), which diffusers loads as float32. With other widths `stand_ins/sitecustomize.py` sets those constants. The text
-encoder and the VAE may be of any size; here they have a few layers.
+(1.7 GB), which diffusers loads as float32. With other widths `stand_ins/sitecustomize.py` sets those constants. The
+text encoder and the VAE may be of any size; here they have a few layers.
 """
 
 from __future__ import annotations

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-NARROW = "32,64,64,64"
+# (64, not 32: with one channel in each group, group norm would take away what the time embedding adds, and its layers
+# would train on the rounding of a gradient that is zero.)
+NARROW = "64,64,96,96"
 LAUNCHER = ("-m", "loraaccel.run")
-ACCELERATE = ("-m", "accelerate.commands.launch", "--num_cpu_threads_per_process", "2", "--quiet")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_cpu_threads_per_process", "1", "--quiet")
 # What every run is given. With an epoch of 40 images, four at a time, ten steps end where an epoch does.
 COMMON: Mapping[str, Any] = {
     "caption_extension": ".txt", "resolution": "128,128", "enable_bucket": True, "min_bucket_reso": 64,
@@ -98,14 +100,7 @@ class Trainer:
         if mode is not None:
             ours = ("--use-cpp-kernel", mode)
         launcher = [] if ours is None else [*LAUNCHER, *ours, "--report", str(folder / "report.json")]
-        if start and not launcher:
-            arguments = ["train_network.py", *arguments]
-        command = [
-            sys.executable,
-            *start,
-            *launcher,
-            *([] if start and not launcher else ["train_network.py"]),
-        ]
+        command = [sys.executable, *start, *launcher, "train_network.py"]
         done = subprocess.run(
             [*command, *arguments], check=False, cwd=self.checkout, text=True, timeout=3000,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self._environment(environment),
@@ -117,11 +112,13 @@ class Trainer:
         """No network, no GPU, the same number of threads in every run, as it decides how sums are rounded. One, where
         layers are small: two threads that wait for each other on a busy machine take ten times as long."""
         threads = "2" if self.widths is None else "1"
-        path = os.pathsep.join(filter(None, [str(HERE / "stand_ins"), os.environ.get("PYTHONPATH")]))
-        ours = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-        ours["OMP_NUM_THREADS"] = threads
+        folders = [more.get("PYTHONPATH"), str(HERE / "stand_ins"), os.environ.get("PYTHONPATH")]
+        ours = {
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": threads,
+            "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "COLUMNS": "250",
+        }  # fmt: skip
         widths = {} if self.widths is None else {"LORAACCEL_TEST_WIDTHS": self.widths}
-        return {**os.environ, **ours, **widths, "PYTHONUNBUFFERED": "1", "COLUMNS": "250", **more}
+        return {**os.environ, **widths, **more, **ours}
 
     def forget(self) -> None:
         """Deletes what the runs have written."""

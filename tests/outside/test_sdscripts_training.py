@@ -8,6 +8,7 @@ what is left between two runs is rounding: `sdscripts_compare.py` says how much.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -52,11 +53,19 @@ CALLS: dict[str, int | None] = {  # of each layer, where it is not one a step
 }
 
 
+# The rest is left out by `nox -s hosts -- --quick`.
+QUICK = ("float32", "dropouts in bfloat16")
+
+
+def slow_but(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
+
+
 def bounds_of(variant: str) -> tuple[float, float, float]:
     return SIXTEEN_BITS if "mixed_precision" in VARIANTS[variant] else FLOAT32
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(VARIANTS, QUICK))
 def test_on(narrow: Trainer, variant: str) -> None:
     options = VARIANTS[variant]
     plain, fused = narrow(options), narrow(options, mode="on")
@@ -65,7 +74,9 @@ def test_on(narrow: Trainer, variant: str) -> None:
     assert_alike(fused, plain, bounds_of(variant), len(plain.losses))
 
 
-@pytest.mark.parametrize("variant", ["float32", "full_bf16", "dropouts", "checkpointing with dropouts"])
+@pytest.mark.parametrize(
+    "variant", slow_but(("float32", "full_bf16", "checkpointing with dropouts"), ("float32",))
+)
 def test_off_is_the_script_alone(narrow: Trainer, variant: str) -> None:
     off = narrow(VARIANTS[variant], mode="off")
     assert_same_bytes(off, narrow(VARIANTS[variant]))
@@ -73,7 +84,9 @@ def test_off_is_the_script_alone(narrow: Trainer, variant: str) -> None:
     assert (off.report["mode"], off.report["layers"]) == ("off", [])
 
 
-@pytest.mark.parametrize("variant", ["float32", "bfloat16", "dropouts", "checkpointing with dropouts"])
+@pytest.mark.parametrize(
+    "variant", slow_but(("float32", "bfloat16", "checkpointing with dropouts"), ("float32",))
+)
 def test_verify(narrow: Trainer, variant: str) -> None:
     """It compares the first calls and gives the operators' results: bit for bit those of on."""
     run = narrow(VARIANTS[variant], mode="verify")
@@ -91,3 +104,23 @@ def test_auto(narrow: Trainer) -> None:
     assert_same_bytes(auto, on)
     assert auto.said == on.said
     assert auto.report["mode"] == "auto"
+
+
+# ---- SD 1.5 as wide as it is ----
+
+WIDE = {"train_batch_size": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["on", "verify"])
+@pytest.mark.parametrize("variant", ["float32", "bfloat16", "convolutions in bfloat16"])
+def test_SD15(wide: Trainer, variant: str, mode: str) -> None:
+    options = {**VARIANTS[variant], **WIDE}
+    plain, run = wide(options), wide(options, mode=mode)
+    assert_all_fused(run)
+    assert_alike(run, plain, bounds_of(variant))
+
+
+@pytest.mark.slow
+def test_SD15_off(wide: Trainer) -> None:
+    assert_same_bytes(wide(WIDE, mode="off"), wide(WIDE))

@@ -1,6 +1,6 @@
 """On PYTHONPATH of a training run: the interpreter imports this file before the script, which stays as it is.
 
-LORAACCEL_TEST_WIDTHS=32,64,64,64 makes sd-scripts' U-Net as narrow as that: its widths are constants of the module
+LORAACCEL_TEST_WIDTHS=64,64,96,96 makes sd-scripts' U-Net as narrow as that: its widths are constants of the module
 library.original_unet, set here when it is imported. A stand-in for torchvision is found where there is no torchvision.
 """
 
