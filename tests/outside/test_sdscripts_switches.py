@@ -12,7 +12,7 @@ from sdscripts_compare import (
     assert_all_fused,
     assert_same_bytes,
 )
-from sdscripts_runs import ACCELERATE, Trainer, saved_file
+from sdscripts_runs import ACCELERATE, Run, Trainer, saved_file
 
 OURS = "loraaccel.kohya"
 SHORT = {"max_train_steps": 4}
@@ -48,7 +48,7 @@ def test_network_module(narrow: Trainer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "on", "verify"])
 def test_network_argument(narrow: Trainer, mode: str) -> None:
-    """use_cpp_kernel belongs to us, not to the network; the metadata list it with the other arguments."""
+    """use_cpp_kernel belongs to us, not to the network: the metadata list the other arguments."""
     given = {"network_args": ["conv_dim=4"]}
     plain = narrow({**SHORT, **given})
     ours = narrow({**SHORT, "network_module": OURS, "network_args": ["conv_dim=4", f"use_cpp_kernel={mode}"]})
@@ -187,13 +187,18 @@ def test_network_weights(narrow: Trainer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [(None, None), (None, "on"), ("on", None), ("on", "on")])
+@pytest.mark.parametrize(("first", "second"), [(None, "on"), ("on", None), ("on", "on")])
 def test_resume(narrow: Trainer, first: str | None, second: str | None) -> None:
-    """Ten steps, the state saved where an epoch ends, ten more in another process: the twenty of one process."""
-    whole = {"save_state": True, "save_every_n_steps": 10}
-    plain = narrow(whole)
-    state = narrow({**whole, "max_train_steps": 10}, mode=first).folder / "adapter-step00000010-state"
-    run = narrow({**whole, "resume": str(state)}, mode=second)
-    assert run.losses == pytest.approx(plain.losses[10:], rel=FLOAT32[0])
-    if first is None and second is None:
-        assert run.losses == plain.losses[10:]
+    """Ten steps, the state saved, ten more in another process; compared with both of them plain, as sd-scripts gives
+    the images in another order after resuming than one process of twenty steps does."""
+    saving = {"save_state": True, "save_every_n_steps": 10, "max_train_steps": 10}
+
+    def resumed(first: str | None, second: str | None) -> Run:
+        state = narrow(saving, mode=first).folder / "adapter-step00000010-state"
+        return narrow({"resume": str(state)}, mode=second)
+
+    assert_alike(resumed(first, second), resumed(None, None), FLOAT32, steps=10)
+    files = [narrow(saving, mode=mode).folder / "adapter-step00000010-state" for mode in (None, first)]
+    states = [saved_file(folder / "model.safetensors")[0] for folder in files]
+    assert states[0] == states[1]
+    assert len(states[0]) == 3 * 204

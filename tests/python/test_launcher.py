@@ -352,6 +352,37 @@ def test_arguments_of_our_network_module(trainer: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b.pt").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"conv_dim": "4", "use_cpp_kernel": "on", "dropout": None}, {"conv_dim": "4", "dropout": None}),
+        ({"conv_dim": "4", "dropout": 0.1}, {"conv_dim": "4", "dropout": 0.1}),
+        ({"use_cpp_kernel": "on", "base_module": "networks.lora_fa", "dropout": None}, None),
+        ({"base_module": "networks.lora_fa", "dropout": 0.1}, None),
+        ({"use_cpp_kernel": "on", "dropout": "0.1"}, {"dropout": "0.1"}),  # the user's
+        (None, None),
+    ],
+)
+def test_metadata_are_those_of_sd_scripts_module(arguments: Any, written: Any) -> None:
+    """sd-scripts lists network_args with its own dropout, and nothing where there are none: so it is without ours."""
+    from loraaccel import kohya
+
+    class Network:
+        def save_weights(self, file: str, dtype: Any, metadata: dict[str, str]) -> None:
+            self.saved = dict(metadata)
+
+        def apply_to(self) -> None: ...
+
+    network = kohya._adopted(Network(), "networks.lora_fa", "off")
+    metadata = {"ss_network_module": "loraaccel.kohya", "ss_network_dim": "4"}
+    if arguments is not None:
+        metadata["ss_network_args"] = json.dumps(arguments)
+    for _ in range(2):  # (the same metadata are given at every save)
+        network.save_weights("a.safetensors", None, metadata)
+        expected = {} if written is None else {"ss_network_args": json.dumps(written)}
+        assert network.saved == {"ss_network_module": "networks.lora_fa", "ss_network_dim": "4", **expected}
+
+
 def test_the_model_chooses_sd_scripts_module() -> None:
     from loraaccel.kohya import base_module_for
 
