@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -305,6 +306,28 @@ def test_verify_ends_with_1_where_a_layer_differs(trainer: Path, tmp_path: Path)
     assert json.loads((tmp_path / "verify.json").read_text())["exit_code"] == 1
     for key, value in files["off"].items():
         assert torch.allclose(files["verify"][key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_auto_after_a_native_error_is_the_script_alone(trainer: Path, tmp_path: Path) -> None:
+    """Each layer's first call fails, with its masks already drawn: its own forward draws the same once more."""
+    files, losses = [], []
+    foreign = "neon" if platform.machine() in ("x86_64", "AMD64") else "avx2"  # a kernel that cannot run here
+    for mode, kernel in (("off", ""), ("auto", foreign)):
+        command = ["train.py", "networks.lora", tmp_path / f"{mode}.pt"]
+        report = ["--report", tmp_path / f"{mode}.json"]
+        done = start(
+            "-m", "loraaccel.run", "--use-cpp-kernel", mode, *report, *command, cwd=trainer,
+            LORAACCEL_FORCE_KERNEL=kernel,
+        )  # fmt: skip
+        files.append(torch.load(tmp_path / f"{mode}.pt")["weights"])
+        losses.append(said(done, "LOSSES"))
+    layers = json.loads((tmp_path / "auto.json").read_text())["layers"]
+    assert [(layer["name"], layer["own"], layer["reason"]) for layer in layers] == [
+        ("lora_unet_conv", 8, "native_error"), ("lora_unet_proj", 8, "native_error"),
+    ]  # fmt: skip
+    assert losses[1] == losses[0]
+    for key, value in files[0].items():
+        assert torch.equal(files[1][key], value)
 
 
 # ---- without the launcher ----

@@ -137,7 +137,7 @@ def _adopted(network: Any, base: str, mode: str) -> Any:
 
 
 def _name_base_module(metadata: dict[str, str], base: str) -> None:
-    """Writes the metadata that the run would have had with sd-scripts' own module: its name, and no arguments of ours."""
+    """Writes the metadata of a run with sd-scripts' own module: its name, and no arguments of ours."""
     metadata["ss_network_module"] = base
     try:
         arguments = json.loads(metadata["ss_network_args"])
