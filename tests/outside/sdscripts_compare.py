@@ -2,7 +2,14 @@
 
 How far two runs may differ, relative: (loss of a step, weights of the middle tensor, weights of the worst tensor). Adam
 divides by the size of the gradient, so it makes differences of 1e-7 between sums into larger ones where gradients are
-near zero, from step to step more. A layer that lost its adapter would differ by 1 in its own weights.
+near zero, from step to step more. Measured after 20 steps on the narrow model, against plain sd-scripts:
+
+    float32    plain with torch's AVX2 kernels instead of AVX-512    (1e-7, 1e-6, 1e-4)
+               with loraaccel                                        (1e-7, 6e-7, 3e-5)
+    bfloat16   plain with torch's AVX2 kernels                       (4e-4, 1e-2, 2e-1)
+               with loraaccel                                        (8e-4, 8e-3, 1e-1)
+
+A layer that lost its adapter would differ by 1 in its own weights.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ class Trainer:
         return Run(done.returncode, done.stdout, folder, logged_losses(folder / "logs"))
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        """No network, no GPU, the same number of threads in every run, as it decides how sums are rounded. One, where
-        layers are small: two threads that wait for each other on a busy machine take ten times as long."""
-        threads = "2" if self.widths is None else "1"
+        """No network, no GPU, the same number of threads in every run, as it decides how sums are rounded. One, unless
+        the environment says more: two that wait for each other on a busy machine take ten times as long."""
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
         folders = [more.get("PYTHONPATH"), str(HERE / "stand_ins"), os.environ.get("PYTHONPATH")]
         ours = {
             "PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": threads,
