@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -229,22 +230,35 @@ SDSCRIPTS = (
     "numpy<2", "opencv-python-headless==4.10.0.84", "einops==0.7.0", "toml==0.10.2", "voluptuous==0.15.2", "ftfy",
     "imagesize", "rich", "tensorboard",
 )  # fmt: skip
+LYCORIS = ("3.2.0.post2", "4.1.3")  # lora-scripts' pin, and the one with kernels of its own
 
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Tests with the real code of training tools: nox -s hosts -- --sd-scripts CHECKOUT."""
-    arguments = dict(zip(session.posargs[0::2], session.posargs[1::2], strict=False))
-    checkout = arguments.pop("--sd-scripts", os.environ.get("LORAACCEL_SDSCRIPTS_DIR"))
-    if arguments or len(session.posargs) % 2 or not checkout or not Path(checkout, "networks").is_dir():
+    """Tests with the real code of training tools: nox -s hosts -- --sd-scripts CHECKOUT [--quick] [pytest's options].
+
+    Modules and trainings of sd-scripts, networks of LyCORIS: an hour, and 8 GB of memory. --quick leaves out the model
+    of full width and most variants: ten minutes.
+    """
+    parser = argparse.ArgumentParser(prog="nox -s hosts --")
+    parser.add_argument("--sd-scripts", type=Path, default=os.environ.get("LORAACCEL_SDSCRIPTS_DIR"))
+    parser.add_argument("--quick", action="store_true")
+    arguments, options = parser.parse_known_args(session.posargs)
+    checkout = arguments.sd_scripts
+    if not checkout or not (Path(session.invoked_from) / checkout / "networks").is_dir():
         session.error("expected --sd-scripts and a checkout of kohya-ss/sd-scripts")
     install_build_tools(session, *PYPROJECT["project"]["dependencies"], *SDSCRIPTS, "pytest>=8")
     session.install("--no-build-isolation", "--no-deps", ".")
-    tests = [
-        str(ROOT / "tests" / "outside" / f"{name}.py")
-        for name in ("test_sdscripts", "test_sdscripts_network")
-    ]
+    folders = [Path(session.create_tmp()) / f"lycoris-{version}" for version in LYCORIS]
+    for version, folder in zip(LYCORIS, folders, strict=True):
+        shutil.rmtree(folder, ignore_errors=True)
+        session.install("--no-deps", "--target", str(folder), f"lycoris-lora=={version}")
+    environment = {
+        "LORAACCEL_SDSCRIPTS_DIR": str((Path(session.invoked_from) / checkout).resolve()),
+        "LORAACCEL_LYCORIS_DIRS": os.pathsep.join(map(str, folders)),
+    }
+    options = [*(["-m", "not slow"] if arguments.quick else []), *options]
     session.chdir(session.create_tmp())
-    environment = {"LORAACCEL_SDSCRIPTS_DIR": str(Path(checkout).resolve())}
-    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", "-rs"]
-    session.run("pytest", *options, *tests, env=environment)
+    config = [f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", "-rs"]
+    tests = [str(path) for path in sorted((ROOT / "tests" / "outside").glob("test_*.py"))]
+    session.run("pytest", *config, "--durations=20", *options, *tests, env=environment)

@@ -7,12 +7,12 @@ Needs what sd-scripts imports (the session installs it). Nothing of sd-scripts i
 
 from __future__ import annotations
 
-import importlib.machinery
+import importlib
 import importlib.util
 import os
 import random
 import sys
-import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +26,7 @@ CHECKOUT = os.environ.get("LORAACCEL_SDSCRIPTS_DIR", "")
 if not CHECKOUT:
     pytest.skip("LORAACCEL_SDSCRIPTS_DIR names no checkout of sd-scripts", allow_module_level=True)
 sys.path.insert(0, CHECKOUT)
-if (
-    importlib.util.find_spec("torchvision") is None
-):  # sd-scripts imports it for images, which nothing here has
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-    sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]  # type: ignore[attr-defined]
+sys.path.append(str(Path(__file__).parent / "stand_ins" / "no_torchvision"))  # where there is none
 
 F32, BF16 = torch.float32, torch.bfloat16
 NETWORKS = ("lora", "lora_fa", "lora_flux", "lora_lumina")

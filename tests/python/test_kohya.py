@@ -479,6 +479,19 @@ def test_an_error_in_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         "in lora_unet_probe (lora_linear, x [3, 5, 24] torch.float32)" in n for n in error.value.__notes__
     )
+
+    class Older(RuntimeError):  # as exceptions of Python 3.10, without notes
+        @property
+        def add_note(self) -> Any:
+            raise AttributeError
+
+    def broken_older(*args: Any, **kwargs: Any) -> Tensor:
+        raise Older("out of everything")
+
+    monkeypatch.setattr(kohya, "lora_linear_adapters", broken_older)
+    with pytest.raises(Older, match=r"out of everything\nloraaccel: in lora_unet_probe \(lora_linear, x \[3"):
+        layer(x)
+    monkeypatch.setattr(kohya, "lora_linear_adapters", broken)
     state.roll_back = True
     with pytest.warns(
         RuntimeWarning, match=r"in lora_unet_probe \(lora_linear, x \[3, 5, 24\].*out of everything"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import types
 from typing import Any
@@ -129,3 +130,30 @@ def test_a_multiplier_that_is_no_number(multiplier: Tensor) -> None:
     x = torch.randn(3, 24)
     assert torch.equal(layer(x), LoHaModule.forward(module, x))
     assert state_of(module).own == {"scaling_type": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropout"), [("dylora", {}), ("lokr", {"rank_dropout": 0.3}), ("loha", {"module_dropout": 0.4})]
+)
+def test_after_a_native_error_the_random_numbers_are_the_hosts(
+    kind: str, dropout: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator fails when it has drawn; the module's own forward then draws the same, DyLoRA's rank included."""
+    x = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(3))
+    expected = run(*made(kind, "linear", F32, **dropout), x, False)
+    layer, module = made(kind, "linear", F32, **dropout)
+    patch(module)
+    state_of(module).roll_back = True
+    products = importlib.import_module("loraaccel.integrations.kohya_products")
+
+    def fails(*_: Any, **__: Any) -> Tensor:
+        torch.rand(5)
+        random.random()
+        raise RuntimeError("out of everything")
+
+    for name in ("_dynamic", "_made"):
+        monkeypatch.setattr(products, name, fails)
+    with pytest.warns(RuntimeWarning, match="out of everything"):
+        found = run(layer, module, x, False)
+    for y, own in zip(found, expected, strict=True):
+        assert torch.equal(y, own)

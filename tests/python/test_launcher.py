@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -307,6 +308,28 @@ def test_verify_ends_with_1_where_a_layer_differs(trainer: Path, tmp_path: Path)
         assert torch.allclose(files["verify"][key], value, rtol=1e-3, atol=1e-5)
 
 
+def test_auto_after_a_native_error_is_the_script_alone(trainer: Path, tmp_path: Path) -> None:
+    """Each layer's first call fails, with its masks already drawn: its own forward draws the same once more."""
+    files, losses = [], []
+    foreign = "neon" if platform.machine() in ("x86_64", "AMD64") else "avx2"  # a kernel that cannot run here
+    for mode, kernel in (("off", ""), ("auto", foreign)):
+        command = ["train.py", "networks.lora", tmp_path / f"{mode}.pt"]
+        report = ["--report", tmp_path / f"{mode}.json"]
+        done = start(
+            "-m", "loraaccel.run", "--use-cpp-kernel", mode, *report, *command, cwd=trainer,
+            LORAACCEL_FORCE_KERNEL=kernel,
+        )  # fmt: skip
+        files.append(torch.load(tmp_path / f"{mode}.pt")["weights"])
+        losses.append(said(done, "LOSSES"))
+    layers = json.loads((tmp_path / "auto.json").read_text())["layers"]
+    assert [(layer["name"], layer["own"], layer["reason"]) for layer in layers] == [
+        ("lora_unet_conv", 8, "native_error"), ("lora_unet_proj", 8, "native_error"),
+    ]  # fmt: skip
+    assert losses[1] == losses[0]
+    for key, value in files[0].items():
+        assert torch.equal(files[1][key], value)
+
+
 # ---- without the launcher ----
 
 
@@ -350,6 +373,37 @@ def test_arguments_of_our_network_module(trainer: Path, tmp_path: Path) -> None:
     done = trained(trainer, "loraaccel.kohya", tmp_path / "b.pt", code=1, base_module="networks.nothing")
     assert "No module named 'networks.nothing'" in done.stderr
     assert not (tmp_path / "b.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"conv_dim": "4", "use_cpp_kernel": "on", "dropout": None}, {"conv_dim": "4", "dropout": None}),
+        ({"conv_dim": "4", "dropout": 0.1}, {"conv_dim": "4", "dropout": 0.1}),
+        ({"use_cpp_kernel": "on", "base_module": "networks.lora_fa", "dropout": None}, None),
+        ({"base_module": "networks.lora_fa", "dropout": 0.1}, None),
+        ({"use_cpp_kernel": "on", "dropout": "0.1"}, {"dropout": "0.1"}),  # the user's
+        (None, None),
+    ],
+)
+def test_metadata_are_those_of_sd_scripts_module(arguments: Any, written: Any) -> None:
+    """sd-scripts lists network_args with its own dropout, and nothing where there are none: so it is without ours."""
+    from loraaccel import kohya
+
+    class Network:
+        def save_weights(self, file: str, dtype: Any, metadata: dict[str, str]) -> None:
+            self.saved = dict(metadata)
+
+        def apply_to(self) -> None: ...
+
+    network = kohya._adopted(Network(), "networks.lora_fa", "off")
+    metadata = {"ss_network_module": "loraaccel.kohya", "ss_network_dim": "4"}
+    if arguments is not None:
+        metadata["ss_network_args"] = json.dumps(arguments)
+    for _ in range(2):  # (the same metadata are given at every save)
+        network.save_weights("a.safetensors", None, metadata)
+        expected = {} if written is None else {"ss_network_args": json.dumps(written)}
+        assert network.saved == {"ss_network_module": "networks.lora_fa", "ss_network_dim": "4", **expected}
 
 
 def test_the_model_chooses_sd_scripts_module() -> None:

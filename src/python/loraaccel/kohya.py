@@ -19,6 +19,7 @@ import atexit
 import difflib
 import functools
 import importlib
+import json
 import sys
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ BASE_MODULES = {
     "Anima": "networks.lora_anima",
 }
 DEFAULT_MODULE = "networks.lora"
+OURS = (KEY, "base_module")  # network arguments that are read here
 
 
 def create_network(
@@ -92,7 +94,7 @@ def _own_arguments(unet: Any, arguments: dict[str, Any]) -> tuple[ModuleType, st
             f"network_args: {KEY} is {given!r}, expected true, false or one of {', '.join(MODES)}"
         )
     for key in rest:
-        for ours in (KEY, "base_module"):
+        for ours in OURS:
             if difflib.SequenceMatcher(None, key, ours).ratio() > 0.8:
                 raise ValueError(f"network_args: {key}, expected {ours}")
     return importlib.import_module(name), mode, rest
@@ -115,7 +117,7 @@ def _adopted(network: Any, base: str, mode: str) -> Any:
     @functools.wraps(save_weights)
     def save(file: Any, dtype: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(metadata, dict) and metadata.get("ss_network_module") == __name__:
-            metadata["ss_network_module"] = base
+            _name_base_module(metadata, base)
         return save_weights(file, dtype, metadata, *args, **kwargs)
 
     network.save_weights = save
@@ -133,6 +135,21 @@ def _adopted(network: Any, base: str, mode: str) -> Any:
     network.apply_to = apply
     atexit.register(_report, run)
     return network
+
+
+def _name_base_module(metadata: dict[str, str], base: str) -> None:
+    """Writes the metadata of a run with sd-scripts' own module: its name, and no arguments of ours."""
+    metadata["ss_network_module"] = base
+    try:
+        arguments = json.loads(metadata["ss_network_args"])
+    except (KeyError, ValueError):
+        return
+    kept = {key: value for key, value in arguments.items() if key not in OURS}
+    # sd-scripts adds its own "dropout", a number or null, to the arguments if there are any; a user's is a string.
+    if set(kept) <= {"dropout"} and not isinstance(kept.get("dropout"), str):
+        del metadata["ss_network_args"]
+    elif len(kept) < len(arguments):
+        metadata["ss_network_args"] = json.dumps(kept)
 
 
 def _report(run: session.Session) -> None:

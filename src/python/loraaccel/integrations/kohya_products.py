@@ -287,7 +287,8 @@ def form_of(module: Any, kind: str, x: Tensor, frozen: Any) -> Form | str:
         call,
         mode.rows or mode.module or kind == "dylora",
         (dtype,),
-        kind != "dylora",
+        replays=kind != "dylora",
+        draws_in_python=kind == "dylora",
     )
 
 

@@ -8,6 +8,7 @@ Name, module and documentation are those of the class it stands for; isinstance 
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import warnings
 from collections import Counter
@@ -107,6 +108,7 @@ def _make_class(base: type) -> type:
         if isinstance(form, Form):
             if compiling:
                 return form.run()
+            drawn = _generators(form) if state.roll_back and form.dropout else None
             try:
                 if state.verify <= 0 or _verified(self, state, args, kwargs, form):
                     if state.looks > 0 and self.training and not torch.is_grad_enabled():
@@ -118,6 +120,10 @@ def _make_class(base: type) -> type:
             except (RuntimeError, TypeError, ValueError) as error:  # (a checkpoint stops by another one)
                 if not _rolled_back(state, form, args, error):
                     raise
+                if drawn is not None:  # the module's own forward draws the masks that the operator had
+                    torch.set_rng_state(drawn[0])
+                    if drawn[1] is not None:
+                        random.setstate(drawn[1])
             form = state.reason
         if not compiling:
             _state.fallback[form] += 1
@@ -165,6 +171,11 @@ def _form_of(
     return form
 
 
+def _generators(form: Form) -> tuple[Tensor, Any]:
+    """The states of what masks are drawn with: torch's generator (1 us), and Python's where it is used (20 us)."""
+    return torch.get_rng_state(), random.getstate() if form.draws_in_python else None
+
+
 def _rolled_back(state: PatchState, form: Form, args: tuple[Any, ...], error: Exception) -> bool:
     """After an error in native code: names the layer in it, or warns and gives the layer up for good (True)."""
     shapes = ", ".join(f"{list(a.shape)} {a.dtype}" for a in args if isinstance(a, Tensor))
@@ -172,6 +183,8 @@ def _rolled_back(state: PatchState, form: Form, args: tuple[Any, ...], error: Ex
     if not state.roll_back:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"loraaccel: {where}")
+        else:
+            error.args = (f"{error}\nloraaccel: {where}",)
         return False
     state.reason = "native_error"
     warnings.warn(

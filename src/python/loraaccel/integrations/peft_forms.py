@@ -39,6 +39,7 @@ class Form(NamedTuple):
     dropout: bool  # some dropout is active: two runs differ
     dtypes: tuple[torch.dtype, ...]  # of the adapters
     replays: bool = False  # draws from torch's generator what the module's own forward draws
+    draws_in_python: bool = False  # with Python's generator as well
 
 
 class Adapter(NamedTuple):
