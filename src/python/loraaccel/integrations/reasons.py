@@ -18,7 +18,8 @@ REASONS: dict[str, str] = {
     "no_active_adapter": "none of the active adapters is on this layer",
     "zero_scaling": "every active adapter has scaling 0, so the frozen layer's own output is wanted",
     "scaling_type": "the scaling is not a finite number",
-    "unknown_forward": "the class does something else than kohya's formula, or with other random numbers",
+    "unknown_forward": "the class does something else than kohya's or LyCORIS's formula, or with other random numbers",
+    "rebuilt": "LyCORIS outside bypass mode makes a weight at each call; factored=True computes it, rounded elsewhere",
     "regional": "the network applies its adapters to regions of the image or to parts of the prompt",
     # of the call
     "switched_off": "LORAACCEL=0, or inside loraaccel.disabled()",
