@@ -131,6 +131,8 @@ def _why_not_layer(module: Any, mode: Mode) -> str:
             return "variant"  # LoKr on a quantised layer decomposes the weight in spite of bypass
     elif not plain or type(layer.weight) not in peft._PLAIN or not peft._dense(layer.weight):
         return "base_class"
+    if plain and tuple(module.shape) != tuple(layer.weight.shape):
+        return "base_class"  # (3.x on a convolution of several groups: the host's own forward says it best)
     if mode.form != "linear":
         keywords = module.kw_dict
         groups = keywords.get("groups", 1)
