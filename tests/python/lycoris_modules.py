@@ -77,7 +77,8 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     worst = 0.0
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
         a, b = a.detach().double(), b.detach().double()
         assert bool(a.isfinite().all())
         worst = max(
