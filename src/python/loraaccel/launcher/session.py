@@ -33,8 +33,9 @@ class Layer(NamedTuple):
 class Session:
     """Collects the LoRA modules of a run. Patches each as it appears."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, factored: bool = False) -> None:
         self.mode = mode
+        self.factored = factored
         self._states: list[tuple[str, Any]] = []  # kind, PatchState
         self._known: set[int] = set()
 
@@ -43,7 +44,8 @@ class Session:
         from loraaccel import patching
 
         verify = VERIFIED_CALLS if self.mode == "verify" else 0
-        for entry, state in patching.patch_as_it_comes(model, verify, roll_back=self.mode != "on"):
+        patched = patching.patch_as_it_comes(model, verify, self.mode != "on", self.factored)
+        for entry, state in patched:
             if id(state) not in self._known:
                 self._known.add(id(state))
                 self._states.append((entry.kind, state))
