@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_launcher import lines_of, said, start
 
+from loraaccel import kohya
+
 pytest.importorskip("lycoris", reason="LyCORIS (pip install lycoris-lora) is not installed")
 
 TRAINER = """
@@ -141,10 +143,12 @@ def test_our_network_module_over_LyCORIS(trainer: Path) -> None:
             assert set(file.keys()) == set(expected)
             for key, value in expected.items():
                 torch.testing.assert_close(file.get_tensor(key), value, rtol=1e-3, atol=1e-4)
+
+
+def test_slips_in_network_args() -> None:
     for slip, message in (
         ({"factored": "perhaps"}, "factored is 'perhaps', expected true or false"),
         ({"factord": "true"}, "factord, expected factored"),
     ):
-        given = {"base_module": "lycoris.kohya", **slip}
-        done, _ = run(trainer, module="loraaccel.kohya", jobs=[given], code=1)
-        assert message in done.stderr
+        with pytest.raises(ValueError, match=message):
+            kohya.create_network(1.0, 4, 2.0, None, None, None, base_module="lycoris.kohya", **slip)

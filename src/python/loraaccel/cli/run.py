@@ -92,7 +92,7 @@ def run(
     session = sessions.Session("off" if off else mode, factored)
     if not off:
         sessions.active = session
-        sys.meta_path.insert(0, hooks.ImportHook(session.created))
+        sys.meta_path.insert(0, hooks.ImportHook(session.created, session.imported))
     code = 1
     try:
         start(script_path, arguments)

@@ -190,7 +190,7 @@ def _hadamard_onto(call: Call, x: Tensor, base: Tensor, mask: Mask, scale: float
         return _convolved(call, x, base, a[:, :, None, None], mid, b, scale)
     k, rank = b1.shape[1], b1.shape[0] * b2.shape[0]
     rows = base.numel() // max(n, 1)
-    if _loha._factors_pay(rows, n, k, rank, b1.shape[0] + b2.shape[0], True):
+    if _loha.factors_pay_alone(rows, n, k, rank, b1.shape[0] + b2.shape[0]):
         a, b = _loha.hadamard_factors(a1, b1, a2, b2)
         if call.mode.form == "linear":
             return lora_delta_adapters(x, base, (a,), (b,), [scale], [0.0])

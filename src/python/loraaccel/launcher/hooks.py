@@ -13,13 +13,16 @@ from typing import Any
 
 # Called with an object whose LoRA modules have just come to life: a module of kohya's kind, or a model with adapters.
 Created = Callable[[Any], None]
+# Called with the name of a Python module that has run.
+Imported = Callable[[str], None]
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
     """Stands before the other finders, asks them, and looks at each Python module once it has run."""
 
-    def __init__(self, created: Created) -> None:
+    def __init__(self, created: Created, imported: Imported) -> None:
         self.created = created
+        self.imported = imported
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -42,6 +45,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             original(module)
             watch_module(module, self.created)
+            self.imported(module.__name__)
 
         loader.exec_module = exec_module  # of this module's loader only
 

@@ -38,6 +38,7 @@ class Session:
         self.factored = factored
         self._states: list[tuple[str, Any]] = []  # kind, PatchState
         self._known: set[int] = set()
+        self._notes: list[str] = []
 
     def created(self, model: Any) -> None:
         """Patches the LoRA modules in `model`, or `model` itself."""
@@ -49,6 +50,19 @@ class Session:
             if id(state) not in self._known:
                 self._known.add(id(state))
                 self._states.append((entry.kind, state))
+
+    def imported(self, name: str) -> None:
+        """Makes our operators a back end of LyCORIS 4's kernels, where it is the release that is known. (Not when
+        comparing: the modules' own forward would run them too.)"""
+        if name != "lycoris" or self.mode == "verify" or "lycoris.kernels" not in sys.modules:
+            return
+        from loraaccel.integrations import lycoris_backend
+
+        try:
+            lycoris_backend.register()
+            self._notes.append("lycoris: registered as a kernel back end")
+        except RuntimeError as error:
+            self._notes.append(f"lycoris: {error}")
 
     def layers(self) -> list[Layer]:
         return [
@@ -68,7 +82,7 @@ class Session:
         """For people: a line for each kind, then what verify found."""
         layers = self.layers()
         if not layers:
-            return ["no LoRA modules: the script made none of a kind that loraaccel knows"]
+            return ["no LoRA modules: the script made none of a kind that loraaccel knows", *self._notes]
         lines = []
         for kind in sorted({layer.kind for layer in layers}):
             of_kind = [layer for layer in layers if layer.kind == kind]
@@ -87,7 +101,7 @@ class Session:
             lines.append(line)
         if self.mode == "verify":
             lines += self._verify_lines(layers)
-        return lines
+        return lines + self._notes
 
     def _verify_lines(self, layers: list[Layer]) -> list[str]:
         errors = [
