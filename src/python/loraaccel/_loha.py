@@ -99,6 +99,11 @@ def _factors_pay(rows: int, n: int, k: int, rank: int, factors: int, added: bool
     return factored <= made
 
 
+def factors_pay_alone(rows: int, n: int, k: int, rank: int, factors: int) -> bool:
+    """The same for an update on its own, where made it costs a product with ΔW wherever factored it costs two."""
+    return rows * rank * (n + k) <= n * k * (rows + factors)
+
+
 def _sixteen_bit(x: Tensor, weight: Tensor) -> bool:
     return weight.dtype.itemsize == 2 or torch.is_autocast_enabled(x.device.type)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +141,29 @@ def lokr_conv2d(
     geometry = stride, padding, dilation
     mask = row_mask(op, weight, rank_dropout, rank_dropout_dialect, training)
     base = F.conv2d(x, weight, bias, *geometry)
-    blocks = x.reshape(x.shape[0] * c, d, *x.shape[2:])
+    alone = mask is not None or p_output > 0.0
+    under = torch.zeros_like(base) if alone else base
+    y = lokr_conv_update(under, x, w1, down if up is None else (up, down), t2, scale, geometry)
+    if not alone:
+        return y
+    y = y if mask is None else y * mask.to(y.dtype)[:, None, None]
+    return base + seeded_dropout(y, p_output)
+
+
+def lokr_conv_update(
+    base: Tensor,
+    x: Tensor,
+    w1: Factor,
+    w2: Factor,
+    t2: Tensor | None,
+    scale: float,
+    geometry: tuple[Any, Any, Any],
+) -> Tensor:
+    """base + scale · conv(x, w1 ⊗ w2) on checked operands; the second of a pair w2 [R, d, kh, kw]."""
+    up, down = w2 if isinstance(w2, tuple) else (None, w2)
+    w1 = _whole(w1)
+    a, c = w1.shape
+    blocks = x.reshape(x.shape[0] * c, -1, *x.shape[2:])
     if not torch.is_autocast_enabled(x.device.type):
         blocks = blocks.to(down.dtype)
     hidden = F.conv2d(blocks, down, None, *(geometry if t2 is None else ()))
@@ -149,16 +171,10 @@ def lokr_conv2d(
         hidden = F.conv2d(hidden, t2, None, *geometry)
     if up is not None:
         hidden = F.conv2d(hidden, up[:, :, None, None])
-    samples, pixels = x.shape[0], base.shape[2:].numel()
-    alone = mask is not None or p_output > 0.0
-    under = torch.zeros_like(base) if alone else base
-    y = _expand.expand_channels(
-        under.reshape(samples, a, b * pixels), hidden.reshape(samples, c, b * pixels), _whole(w1), scale
+    samples, last = x.shape[0], hidden.shape[1:].numel()
+    return _expand.expand_channels(
+        base.reshape(samples, a, last), hidden.reshape(samples, c, last), w1, scale
     ).reshape(base.shape)
-    if not alone:
-        return y
-    y = y if mask is None else y * mask.to(y.dtype)[:, None, None]
-    return base + seeded_dropout(y, p_output)
 
 
 def _named_factors(w1: Factor, w2: Factor) -> dict[str, Tensor]:

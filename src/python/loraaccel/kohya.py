@@ -11,6 +11,9 @@ also what their metadata says.
 ``use_cpp_kernel=auto``
     true or on: a native error ends the training; auto (default): the layer goes back to its own forward; false or off:
     nothing is replaced; verify: the first calls of every layer are compared with its own forward
+``factored=true``
+    with ``base_module=lycoris.kohya``: networks outside LyCORIS's bypass mode are computed from their factors, rounded
+    in other places; without it they run their own forward, and report ``rebuilt``
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ BASE_MODULES = {
     "Anima": "networks.lora_anima",
 }
 DEFAULT_MODULE = "networks.lora"
-OURS = (KEY, "base_module")  # network arguments that are read here
+# Names of ours in network_args, and how alike a name must be to be taken for a slip (LyCORIS has a `factor`).
+OWN_ARGUMENTS = {KEY: 0.8, "base_module": 0.8, "factored": 0.9}
 
 
 def create_network(
@@ -51,7 +55,7 @@ def create_network(
     **kwargs: Any,
 ) -> Any:
     """A new network for the model, as sd-scripts' own ``create_network`` makes it."""
-    base, mode, kwargs = _own_arguments(unet, kwargs)
+    base, run, kwargs = _own_arguments(unet, kwargs)
     network = base.create_network(
         multiplier,
         network_dim,
@@ -62,7 +66,7 @@ def create_network(
         neuron_dropout=neuron_dropout,
         **kwargs,
     )
-    return _adopted(network, base.__name__, mode)
+    return _adopted(network, base.__name__, run)
 
 
 def create_network_from_weights(
@@ -76,15 +80,18 @@ def create_network_from_weights(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """The network of a saved file, as sd-scripts' own function makes it, and the file's weights."""
-    base, mode, kwargs = _own_arguments(unet, kwargs)
+    base, run, kwargs = _own_arguments(unet, kwargs)
     network, weights = base.create_network_from_weights(
         multiplier, file, vae, text_encoder, unet, weights_sd, for_inference, **kwargs
     )
-    return _adopted(network, base.__name__, mode), weights
+    return _adopted(network, base.__name__, run), weights
 
 
-def _own_arguments(unet: Any, arguments: dict[str, Any]) -> tuple[ModuleType, str, dict[str, Any]]:
-    """sd-scripts' module, the mode, and the arguments that are not ours. ValueError for what is nearly one of ours."""
+def _own_arguments(
+    unet: Any, arguments: dict[str, Any]
+) -> tuple[ModuleType, session.Session, dict[str, Any]]:
+    """sd-scripts' module, a session in the mode that is asked for, and the arguments that are not ours. ValueError for
+    what is nearly one of ours."""
     rest = dict(arguments)
     name = rest.pop("base_module", None) or base_module_for(unet)
     given = str(rest.pop(KEY, "auto")).lower()
@@ -93,11 +100,14 @@ def _own_arguments(unet: Any, arguments: dict[str, Any]) -> tuple[ModuleType, st
         raise ValueError(
             f"network_args: {KEY} is {given!r}, expected true, false or one of {', '.join(MODES)}"
         )
+    factored = str(rest.pop("factored", "false")).lower()
+    if factored not in ("true", "1", "false", "0"):
+        raise ValueError(f"network_args: factored is {factored!r}, expected true or false")
     for key in rest:
-        for ours in OURS:
-            if difflib.SequenceMatcher(None, key, ours).ratio() > 0.8:
+        for ours, limit in OWN_ARGUMENTS.items():
+            if difflib.SequenceMatcher(None, key, ours).ratio() > limit:
                 raise ValueError(f"network_args: {key}, expected {ours}")
-    return importlib.import_module(name), mode, rest
+    return importlib.import_module(name), session.Session(mode, factored in ("true", "1")), rest
 
 
 def base_module_for(unet: Any) -> str:
@@ -108,7 +118,7 @@ def base_module_for(unet: Any) -> str:
     return DEFAULT_MODULE
 
 
-def _adopted(network: Any, base: str, mode: str) -> Any:
+def _adopted(network: Any, base: str, run: session.Session) -> Any:
     """The network, which patches its modules when they are applied, and names sd-scripts' module in what it saves."""
     if network is None:
         return None
@@ -121,9 +131,8 @@ def _adopted(network: Any, base: str, mode: str) -> Any:
         return save_weights(file, dtype, metadata, *args, **kwargs)
 
     network.save_weights = save
-    if mode == "off":
+    if run.mode == "off":
         return network
-    run = session.Session(mode)
 
     @functools.wraps(apply_to)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +153,7 @@ def _name_base_module(metadata: dict[str, str], base: str) -> None:
         arguments = json.loads(metadata["ss_network_args"])
     except (KeyError, ValueError):
         return
-    kept = {key: value for key, value in arguments.items() if key not in OURS}
+    kept = {key: value for key, value in arguments.items() if key not in OWN_ARGUMENTS}
     # sd-scripts adds its own "dropout", a number or null, to the arguments if there are any; a user's is a string.
     if set(kept) <= {"dropout"} and not isinstance(kept.get("dropout"), str):
         del metadata["ss_network_args"]

@@ -68,7 +68,12 @@ class PatchReport:
 
 
 def patch(
-    model: nn.Module, *, kinds: Collection[str] | None = None, strict: bool = False, verify: int = 0
+    model: nn.Module,
+    *,
+    kinds: Collection[str] | None = None,
+    strict: bool = False,
+    verify: int = 0,
+    factored: bool = False,
 ) -> PatchReport:
     """Routes the LoRA layers of a model through loraaccel's operators, in place.
 
@@ -84,11 +89,15 @@ def patch(
         "lora_delta": linear layers whose frozen half computes its own output (quantised, another class, with hooks);
         "lora_linear_batched": linear layers called with an adapter for each sample (adapter_names);
         "lora_conv2d", "lora_embedding";
-        "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d": kohya's networks of these names.
+        "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d": kohya's and LyCORIS's networks of these names.
     strict: raise RuntimeError, with the model unchanged, if any LoRA module falls back.
     verify: in the first ``verify`` calls of each module run its own forward too, compare, warn and go back to it for
     good where the outputs differ by more than the bound. Calls with active dropout are not compared, nor are
     gradients; an adapter that is still zero (B = 0 before training) shows nothing of its branch.
+
+    factored: also modules that make a changed weight W' at each call and multiply by W' - W (LyCORIS outside its bypass
+    mode): the change is computed from its factors. That is faster and loses less, and it is not the host's rounding:
+    W' - W is rounded to the last bits of W, ours is not. Without it such modules report ``rebuilt``.
 
     With ``LORAACCEL=0`` nothing is patched and the report says so. Raises TypeError for something that is no nn.Module,
     ValueError for an unknown kind, ImportError where the operators cannot be loaded.
@@ -102,7 +111,7 @@ def patch(
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)
     found = [
-        (module, host, *_decide(module, name, kind, host, wanted))
+        (module, host, *_decide(module, name, kind, host, wanted, factored))
         for name, module, kind, host in _lora_modules(model)
     ]
     report = PatchReport(tuple(entry for _, _, entry, _ in found))
@@ -117,32 +126,34 @@ def patch(
         if entry.reason == "forward_replaced":
             continue
         state = patched.state_of(module)
-        if state is None or state.reason != never or state.kinds != (None if kinds is None else wanted):
-            limits = None if kinds is None else wanted
-            patched.install(module, _new_state(entry, never, host, verify, limits))
+        limits = None if kinds is None else wanted
+        if state is None or (state.reason, state.kinds, state.factored) != (never, limits, factored):
+            patched.install(module, _new_state(entry, never, host, verify, limits, factored))
         elif verify:
             state.verify = verify
     return report
 
 
 def _new_state(
-    entry: ModuleReport, never: str, host: Host, verify: int, limits: frozenset[str] | None
+    entry: ModuleReport, never: str, host: Host, verify: int, limits: frozenset[str] | None, factored: bool
 ) -> patched.PatchState:
     plain = host.name == "peft" and entry.kind == "lora_linear" and "lora_linear" in (limits or KINDS)
-    return patched.PatchState(entry.name, never, verify, limits, plain, host=host)
+    return patched.PatchState(entry.name, never, verify, limits, plain, host=host, factored=factored)
 
 
 def patch_as_it_comes(
-    model: nn.Module, verify: int, roll_back: bool
+    model: nn.Module, verify: int, roll_back: bool, factored: bool = False
 ) -> Iterator[tuple[ModuleReport, patched.PatchState]]:
     """`patch` for the launcher, which sees modules one after the other: what each is, and its state."""
     for name, module, kind, host in _lora_modules(model):
-        entry, never = _decide(module, name or getattr(module, "lora_name", ""), kind, host, frozenset(KINDS))
+        entry, never = _decide(
+            module, name or getattr(module, "lora_name", ""), kind, host, frozenset(KINDS), factored
+        )
         if _state.SWITCHED_OFF or entry.reason == "forward_replaced":
             continue
         state = patched.state_of(module)
         if state is None or state.reason != never:
-            state = _new_state(entry, never, host, verify, None)
+            state = _new_state(entry, never, host, verify, None, factored)
             state.roll_back = roll_back
             patched.install(module, state)
         yield entry, state
@@ -174,7 +185,7 @@ def _uses(kind: str) -> frozenset[str]:
 
 
 def _decide(
-    module: nn.Module, name: str, kind: str, host: Host, wanted: frozenset[str]
+    module: nn.Module, name: str, kind: str, host: Host, wanted: frozenset[str], factored: bool
 ) -> tuple[ModuleReport, str]:
     """What to report, and the reason for never fusing this module (empty: each call decides)."""
     state = patched.state_of(module)
@@ -190,6 +201,8 @@ def _decide(
     elif state is None and ("forward" in module.__dict__ or not host.is_reachable(module)):
         # (put on top of a patched module, it calls that one's)
         reason = "forward_replaced"
+    elif not never and not factored and host.rebuilds(module):
+        reason = "rebuilt"
     else:
         reason = never or host.why_not_module(module)
     return ModuleReport(name, kind, not reason, reason), never

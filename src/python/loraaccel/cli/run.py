@@ -44,6 +44,12 @@ def interruptible(start: Callable[[str, Sequence[str]], None]) -> Callable[[str,
     "option: use_cpp_kernel of the script's --config_file, else auto.",
 )
 @click.option(
+    "--factored",
+    is_flag=True,
+    help="Compute LyCORIS's networks from their factors also outside bypass mode, where LyCORIS makes a weight at each "
+    "call: faster, and rounded in other places. Also use_cpp_kernel_factored = true in the script's --config_file.",
+)
+@click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write what was fused, layer by layer, as JSON.",
@@ -52,12 +58,17 @@ def interruptible(start: Callable[[str, Sequence[str]], None]) -> Callable[[str,
 @click.argument("script_path", metavar="SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 def run(
-    mode: str | None, report: Path | None, module: bool, script_path: str, arguments: tuple[str, ...]
+    mode: str | None,
+    factored: bool,
+    report: Path | None,
+    module: bool,
+    script_path: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run a training script with its LoRA layers in native code.
 
-    SCRIPT and ARGS are what you would have given to python. Knows kohya's sd-scripts and what copied its modules, and
-    PEFT. Says at the end, on standard error, what was fused and what was not, and why.
+    SCRIPT and ARGS are what you would have given to python. Knows kohya's sd-scripts and what copied its modules,
+    LyCORIS, and PEFT. Says at the end, on standard error, what was fused and what was not, and why.
 
     \b
     Examples:
@@ -67,6 +78,7 @@ def run(
     """
     try:
         mode = options.mode_of(mode, arguments)
+        factored = options.factored_of(factored, arguments)
     except options.BadOption as error:
         raise click.UsageError(str(error)) from None
     if not module and not os.path.isfile(script_path):
@@ -77,10 +89,10 @@ def run(
             raise click.UsageError(f"--report {report}: no file can be written there")
     start = interruptible(script.run_module if module else script.run_script)
     off = mode == "off" or _state.SWITCHED_OFF
-    session = sessions.Session("off" if off else mode)
+    session = sessions.Session("off" if off else mode, factored)
     if not off:
         sessions.active = session
-        sys.meta_path.insert(0, hooks.ImportHook(session.created, session.applied))
+        sys.meta_path.insert(0, hooks.ImportHook(session.created, session.applied, session.imported))
     code = 1
     try:
         start(script_path, arguments)

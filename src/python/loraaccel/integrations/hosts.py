@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from loraaccel.integrations import kohya, peft, peft_forms
+from loraaccel.integrations import kohya, lycoris, peft, peft_forms
 from loraaccel.integrations.peft_forms import Form
 
 
 def _nothing(module: nn.Module) -> None:
     pass
+
+
+def _never(module: nn.Module) -> bool:
+    return False
 
 
 def _always(module: nn.Module) -> bool:
@@ -33,12 +37,19 @@ class Host(NamedTuple):
     is_reachable: Callable[[nn.Module], bool] = _always
     # To be called when the module got another class: its bound forward may be somewhere.
     rebind: Callable[[nn.Module], None] = _nothing
+    # True for a module whose results the operators give with other roundings: only for those who ask for it.
+    rebuilds: Callable[[nn.Module], bool] = _never
 
 
 HOSTS = (
     Host("peft", peft.kind_of, peft.why_not_module, peft_forms.form_of),
+    # (Before kohya's, which LyCORIS's modules resemble.)
+    Host(
+        "lycoris", lycoris.kind_of, lycoris.why_not_module, lycoris.form_of, lycoris.is_reachable, lycoris.rebind,
+        lycoris.rebuilds,
+    ),
     Host("kohya", kohya.kind_of, kohya.why_not_module, kohya.form_of, kohya.is_reachable, kohya.rebind),
-)
+)  # fmt: skip
 
 
 def host_of(module: nn.Module) -> tuple[Host, str] | None:

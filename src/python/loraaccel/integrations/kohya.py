@@ -63,6 +63,16 @@ def _own_class(module: nn.Module) -> Any:
 
 def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Form | str:
     """What stands for this call, or the reason code for the module's own forward."""
+    reason = why_not_call(args, kwargs, compiling) or why_not_module(module)
+    if reason:
+        return reason
+    x = args[0]
+    product = kohya_products.kind_of_class(_own_class(module))
+    return kohya_products.form_of(module, product, x, frozen_layer(module)) if product else _form(module, x)
+
+
+def why_not_call(args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> str:
+    """Reason code for a call that no module of this kind takes from us; empty for a plain tensor on the CPU."""
     if _state.off():
         return "switched_off"
     if compiling:
@@ -74,13 +84,7 @@ def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], co
     x = args[0]
     if not isinstance(x, Tensor) or type(x) not in peft._PLAIN or not peft._dense(x):
         return "tensor_subclass"
-    reason = why_not_module(module)
-    if reason:
-        return reason
-    if not x.is_cpu:
-        return "device"
-    product = kohya_products.kind_of_class(_own_class(module))
-    return kohya_products.form_of(module, product, x, frozen_layer(module)) if product else _form(module, x)
+    return "" if x.is_cpu else "device"
 
 
 def why_not_module(module: Any) -> str:

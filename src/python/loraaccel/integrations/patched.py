@@ -41,6 +41,7 @@ class PatchState:
     plain: bool = True  # a linear layer for which "lora_linear" may be used
     looks: int = 8  # times that it will still look for a re-entrant checkpoint around it
     host: Host = HOSTS[0]
+    factored: bool = False  # a rebuilt weight may be computed from its factors
     roll_back: bool = False  # after an error in native code run the module's own forward, from then on
     fused: int = 0  # calls that an operator served
     own: Counter[str] = field(default_factory=Counter)  # calls of the module's own forward, by reason
@@ -165,6 +166,8 @@ def _form_of(
         return Form("lora_linear", functools.partial(run_lora_linear, call), any(call[6]), dtypes)
     if call and call not in peft_forms.SECOND_LOOK:
         return call
+    if not state.factored and state.host.rebuilds(module) and not _state.off():
+        return "rebuilt"
     form = state.host.form_of(module, args, kwargs, compiling)
     if isinstance(form, Form) and state.kinds is not None and form.kind not in state.kinds:
         return "kind_excluded"

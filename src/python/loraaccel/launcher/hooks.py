@@ -15,14 +15,17 @@ from typing import Any
 Created = Callable[[Any], None]
 # Called with a network of such modules that has just been applied to its model.
 Applied = Callable[[Any], None]
+# Called with the name of a Python module that has run.
+Imported = Callable[[str], None]
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
     """Stands before the other finders, asks them, and looks at each Python module once it has run."""
 
-    def __init__(self, created: Created, applied: Applied) -> None:
+    def __init__(self, created: Created, applied: Applied, imported: Imported) -> None:
         self.created = created
         self.applied = applied
+        self.imported = imported
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -45,6 +48,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             original(module)
             watch_module(module, self.created, self.applied)
+            self.imported(module.__name__)
 
         loader.exec_module = exec_module  # of this module's loader only
 

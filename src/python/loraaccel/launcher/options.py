@@ -10,6 +10,7 @@ from typing import Any
 
 MODES = ("auto", "on", "off", "verify")
 KEY = "use_cpp_kernel"
+FACTORED_KEY = "use_cpp_kernel_factored"
 
 
 class BadOption(Exception):
@@ -27,6 +28,15 @@ def mode_of(given: str | None, arguments: Sequence[str]) -> str:
     path = config_file(arguments)
     asked = None if path is None else mode_of_config(read_toml(path), path)
     return given or asked or "auto"
+
+
+def factored_of(given: bool, arguments: Sequence[str]) -> bool:
+    """Whether rebuilt weights may be computed from their factors: by the command line, or by the TOML file."""
+    path = config_file(arguments)
+    value = False if path is None else read_toml(path).get(FACTORED_KEY, False)
+    if not isinstance(value, bool):
+        raise BadOption(f"{path}: {FACTORED_KEY} is {value!r}, expected true or false")
+    return given or value
 
 
 def config_file(arguments: Sequence[str]) -> Path | None:
@@ -71,8 +81,10 @@ def read_toml(path: Path) -> Mapping[str, Any]:
 def mode_of_config(config: Mapping[str, Any], path: Path) -> str | None:
     """The mode that the file asks for with use_cpp_kernel: true, false or a mode's name; None where it says nothing."""
     for key in config:
-        if key != KEY and difflib.SequenceMatcher(None, key.replace("-", "_"), KEY).ratio() > 0.8:
-            raise BadOption(f"{path}: {key}, expected {KEY}")
+        for ours in (KEY, FACTORED_KEY):
+            near = difflib.SequenceMatcher(None, key.replace("-", "_"), ours).ratio() > 0.8
+            if near and key not in (KEY, FACTORED_KEY):
+                raise BadOption(f"{path}: {key}, expected {ours}")
     value = config.get(KEY)
     if value is None:
         return None

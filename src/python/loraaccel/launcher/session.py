@@ -50,18 +50,21 @@ class Work(NamedTuple):
 class Session:
     """Collects the LoRA modules of a run. Patches each as it appears."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, factored: bool = False) -> None:
         self.mode = mode
+        self.factored = factored
         self._states: list[tuple[str, Any]] = []  # kind, PatchState
         self._known: set[int] = set()
         self._host_work: Any = None
+        self._notes: list[str] = []
 
     def created(self, model: Any) -> None:
         """Patches the LoRA modules in `model`, or `model` itself."""
         from loraaccel import patching
 
         verify = VERIFIED_CALLS if self.mode == "verify" else 0
-        for entry, state in patching.patch_as_it_comes(model, verify, roll_back=self.mode != "on"):
+        patched = patching.patch_as_it_comes(model, verify, self.mode != "on", self.factored)
+        for entry, state in patched:
             if id(state) not in self._known:
                 self._known.add(id(state))
                 self._states.append((entry.kind, state))
@@ -84,6 +87,19 @@ class Session:
             )
             for name, record in records.items()
         ]  # fmt: skip
+
+    def imported(self, name: str) -> None:
+        """Makes our operators a back end of LyCORIS 4's kernels, where it is the release that is known. (Not when
+        comparing: the modules' own forward would run them too.)"""
+        if name != "lycoris" or self.mode == "verify" or "lycoris.kernels" not in sys.modules:
+            return
+        from loraaccel.integrations import lycoris_backend
+
+        try:
+            lycoris_backend.register()
+            self._notes.append("lycoris: registered as a kernel back end")
+        except RuntimeError as error:
+            self._notes.append(f"lycoris: {error}")
 
     def layers(self) -> list[Layer]:
         return [
@@ -122,7 +138,7 @@ class Session:
         lines += [work.line for work in self.work()]
         if self.mode == "verify":
             lines += self._verify_lines(layers)
-        return lines
+        return lines + self._notes
 
     def _verify_lines(self, layers: list[Layer]) -> list[str]:
         errors = [
