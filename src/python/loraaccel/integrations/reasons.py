@@ -18,7 +18,7 @@ REASONS: dict[str, str] = {
     "no_active_adapter": "none of the active adapters is on this layer",
     "zero_scaling": "every active adapter has scaling 0, so the frozen layer's own output is wanted",
     "scaling_type": "the scaling is not a finite number",
-    "unknown_forward": "the class, or a network's method, does something else than its host's formula, or draws other numbers",
+    "unknown_forward": "the class, or a network's method, is not its host's formula, or draws other numbers",
     "rebuilt": "LyCORIS outside bypass mode makes a weight at each call; factored=True computes it, rounded elsewhere",
     "regional": "the network applies its adapters to regions of the image or to parts of the prompt",
     # of the call
