@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("LORAACCEL_TORCH", "torch==2.13.0")
 JOBS = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
-LAYERS = ("core", "torch", "python")  # folders of src/cpp whose sources clang-tidy checks
+LAYERS = ("core", "ops", "torch", "python")  # folders of src/cpp whose sources clang-tidy checks
 # The CPUs of qemu that the C++ tests run as, the longest run first, and the kernels that run there. Left out, to save
 # minutes, is what would repeat the same instructions on the same data: `ref`, which has no vector code, and on the
 # Armv8.2 CPUs `portable` and `torch` (that one uses the best kernel's pieces: neon_bf16 as `max`, neon elsewhere).
