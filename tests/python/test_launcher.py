@@ -396,7 +396,9 @@ def test_metadata_are_those_of_sd_scripts_module(arguments: Any, written: Any) -
 
         def apply_to(self) -> None: ...
 
-    network = kohya._adopted(Network(), "networks.lora_fa", "off")
+    from loraaccel.launcher import session as sessions
+
+    network = kohya._adopted(Network(), "networks.lora_fa", sessions.Session("off"))
     metadata = {"ss_network_module": "loraaccel.kohya", "ss_network_dim": "4"}
     if arguments is not None:
         metadata["ss_network_args"] = json.dumps(arguments)

@@ -163,7 +163,7 @@ def lokr_conv_update(
     up, down = w2 if isinstance(w2, tuple) else (None, w2)
     w1 = _whole(w1)
     a, c = w1.shape
-    blocks = x.reshape(x.shape[0] * c, -1, *x.shape[2:])
+    blocks = x.reshape(x.shape[0] * c, x.shape[1] // c, *x.shape[2:])
     if not torch.is_autocast_enabled(x.device.type):
         blocks = blocks.to(down.dtype)
     hidden = F.conv2d(blocks, down, None, *(geometry if t2 is None else ()))
