@@ -71,7 +71,8 @@ HostTorch& host_torch() {
 
 Tensor::Tensor(py::object owner) : owner_(std::move(owner)) {
   const HostTorch& host = host_torch();
-  if (!host.plain) throw std::runtime_error("loraaccel: the operators of _core were given no torch");
+  if (!host.plain)
+    throw std::runtime_error("loraaccel: the operators of _core were given no torch");
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(owner_.ptr()));
   const bool exact = type == host.tensor_type.ptr() || type == host.parameter_type.ptr();
   // (DLPack shows a lazily negated tensor without its sign.)
