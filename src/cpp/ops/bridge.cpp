@@ -51,7 +51,7 @@ TensorView matrix_view(const Tensor& tensor, const char* op, const char* name) {
     fail(StatusCode::kShapeMismatch, std::string(op) + ": " + name + " has shape " +
                                          shape_text(tensor) + ", expected two dimensions");
   }
-  const auto strides = tensor.strides();
+  const auto& strides = tensor.strides();
   return TensorView::strided(tensor.data_ptr(), dtype_of(tensor, op, name), tensor.size(0),
                              tensor.size(1), strides[0], strides[1]);
 }
@@ -72,8 +72,8 @@ RowsTensor rows_view(const Tensor& tensor, const char* op, const char* name) {
          std::string(op) + ": " + name + " has no dimensions, expected [..., K]");
   }
   const DType dtype = dtype_of(tensor, op, name);
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
+  const auto& sizes = tensor.sizes();
+  const auto& strides = tensor.strides();
   int64_t rows = 1;
   int64_t row_stride = 0;  // of the innermost leading dimension that is longer than 1
   bool collapses = true;
@@ -110,14 +110,14 @@ Tensor empty(const std::vector<int64_t>& shape, DType dtype) {
 }
 
 Tensor empty_like_shape(const Tensor& tensor, int64_t last, DType dtype) {
-  const auto sizes = tensor.sizes();
+  const auto& sizes = tensor.sizes();
   std::vector<int64_t> shape(sizes.begin(), sizes.end());
   shape.back() = last;
   return empty(shape, dtype);
 }
 
 Tensor empty_same(const Tensor& tensor, DType dtype) {
-  const auto sizes = tensor.sizes();
+  const auto& sizes = tensor.sizes();
   return empty({sizes.begin(), sizes.end()}, dtype);
 }
 

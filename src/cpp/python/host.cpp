@@ -39,14 +39,17 @@ py::object lent(const TensorView& v) {
       {v.data, dlpack::kCPU, 0, v.ndim, kTypes[index_of(v.dtype)], owned->shape, owned->strides, 0},
       owned.get(),
       [](dlpack::ManagedTensor* self) { delete static_cast<Owned*>(self->context); }};
-  PyObject* capsule = PyCapsule_New(&owned->managed, dlpack::kCapsule, [](PyObject* given) {
+  dlpack::ManagedTensor* const made = &owned.release()->managed;
+  PyObject* capsule = PyCapsule_New(made, dlpack::kCapsule, [](PyObject* given) {
     if (!PyCapsule_IsValid(given, dlpack::kCapsule)) return;  // taken: its new owner deletes it
     auto* managed =
         static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(given, dlpack::kCapsule));
     managed->deleter(managed);
   });
-  if (capsule == nullptr) throw py::error_already_set();
-  owned.release();
+  if (capsule == nullptr) {
+    made->deleter(made);
+    throw py::error_already_set();
+  }
   return host_torch().from_dlpack(py::reinterpret_steal<py::object>(capsule));
 }
 

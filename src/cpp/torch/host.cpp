@@ -93,7 +93,7 @@ Tensor empty_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& s
   if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
                                scalar, aoti_torch_device_type_cpu(), 0,
                                &handle) != AOTI_TORCH_SUCCESS) {
-    fail(StatusCode::kOutOfMemory, "torch gave no memory for an output");
+    fail(StatusCode::kOutOfMemory, "operators: torch gave no memory for an output");
   }
   return Tensor(handle);
 }

@@ -4,6 +4,7 @@ tensors by DLPack and links nothing of torch. Eager mode only; torch.compile and
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,13 +32,17 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.formula is not None and torch.is_grad_enabled() and not _is_below_autograd(_AUTOGRAD):
-            assert self.fake is not None
-            bound = inspect.signature(self.fake).bind(*args, **kwargs)
+            bound = self._signature().bind(*args, **kwargs)
             bound.apply_defaults()
             tensors = list(_tensors(bound.args))
             if any(t.requires_grad for t in tensors):
                 return _Recorded.apply(self, bound.args, *tensors)
         return self.compute(*args, **kwargs)
+
+    @functools.cache  # noqa: B019  (there are as many as operators, for good)
+    def _signature(self) -> inspect.Signature:
+        assert self.fake is not None
+        return inspect.signature(self.fake)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Without gradients."""
