@@ -66,12 +66,13 @@ def torch_path(version: str | None) -> str | None:
     directly, in eager mode; for older ones), None where they cannot run or torch is not installed (version None).
 
     ``LORAACCEL_TORCH_PATH=pointers`` takes the second way with a newer torch as well."""
-    if version is None or parse_version(version) < POINTERS_MINIMUM:
+    if version is None or torch_problem(version):
         return None
-    asked = os.environ.get("LORAACCEL_TORCH_PATH", "").strip().lower() or "auto"
-    if asked not in ("auto", "pointers"):
-        raise ImportError(f"LORAACCEL_TORCH_PATH is {asked!r}, expected auto or pointers")
-    return "operators" if asked == "auto" and parse_version(version) >= TORCH_MINIMUM else "pointers"
+    return "operators" if _asked_path() == "auto" and parse_version(version) >= TORCH_MINIMUM else "pointers"
+
+
+def _asked_path() -> str:
+    return os.environ.get("LORAACCEL_TORCH_PATH", "").strip().lower() or "auto"
 
 
 def torch_problem(version: str | None) -> str | None:
@@ -86,6 +87,8 @@ def torch_problem(version: str | None) -> str | None:
             f"torch {version} is installed; loraaccel's operators need torch {least} or newer (pip install -U torch). "
             "The parts that do without torch work with any version."
         )
+    if _asked_path() not in ("auto", "pointers"):
+        return f"LORAACCEL_TORCH_PATH is {_asked_path()!r}, expected auto or pointers."
     return None
 
 
