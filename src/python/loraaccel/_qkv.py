@@ -79,6 +79,12 @@ def split(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return y.split([w.shape[0] for w in weights], dim=-1)
 
 
+def split_apart(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same as tensors of their own to autograd, each with a version counter: they share no number, only the
+    buffer, and torch refuses changes in place of views that one Function returned."""
+    return tuple(part.data for part in split(y, weights))
+
+
 def run_below(op: Any, call: GroupCall, x: Tensor, tensors: Sequence[Tensor], *rest: Any) -> Any:
     """A forward operator over several layers; nothing is recorded for a backward pass. Types are as after to_cast()."""
     weights, biases, adapters = call.cut(tensors)
@@ -131,7 +137,7 @@ class LoraQkvFunction(torch.autograd.Function):
         ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         y = _forward(ctx, call, x, seed, tensors)
-        return split(y, tensors[: len(call.has_bias)])
+        return split_apart(y, tensors[: len(call.has_bias)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
