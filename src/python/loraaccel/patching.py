@@ -17,8 +17,8 @@ from loraaccel.integrations.hosts import Host, host_of
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
 KINDS = (
-    "lora_linear", "lora_qkv", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding", "loha_linear",
-    "loha_conv2d", "lokr_linear", "lokr_conv2d",
+    "lora_linear", "lora_qkv", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding",
+    "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loraaccel import _packing
+from loraaccel import _packing, _state
 from loraaccel.integrations import peft
 from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import LoraLinearCall, lora_qkv_adapters
@@ -22,6 +22,7 @@ from loraaccel.ops import LoraLinearCall, lora_qkv_adapters
 # The innermost attention module whose forward runs in this thread.
 current: ContextVar[Scope | None] = ContextVar("loraaccel_group_scope", default=None)
 
+MIN_WORK = 2**26  # about half a millisecond on two cores
 # Block of each member, by its name in the attention module; the names in the order in which they are called.
 Blocks = Mapping[str, tuple[str, ...]]
 
@@ -29,18 +30,20 @@ Blocks = Mapping[str, tuple[str, ...]]
 class Round:
     """One lora_qkv call: whose results were taken, and whose were not."""
 
-    __slots__ = ("rest", "taken")
+    __slots__ = ("calls", "rest", "surroundings", "taken")
 
-    def __init__(self, first: str, rest: Sequence[str]) -> None:
-        self.taken, self.rest = [first], list(rest)
+    def __init__(self, calls: dict[str, LoraLinearCall]) -> None:
+        first, *self.rest = calls
+        self.taken = [first]
+        self.calls = calls
+        self.surroundings: tuple[Any, ...] = ()
 
 
 class _Ready(NamedTuple):
-    """A result that waits for its member's call, and what that call must look like."""
+    """A result that waits for its member's call."""
 
     y: Tensor
     call: LoraLinearCall
-    surroundings: tuple[Any, ...]
     round: Round
 
 
@@ -55,31 +58,40 @@ class Scope:
         self._ready: dict[str, _Ready] = {}
         self.rounds: list[Round] = []
 
-    def form_of(self, module: nn.Module, role: str, call: LoraLinearCall) -> Form | None:
-        """What stands for this call of a member, None where it is computed by itself."""
+    def ready_form(self, module: nn.Module, role: str, x: Any) -> Form | None:
+        """The result that waits for this call of a member, None where there is none."""
+        if role not in self._ready or self._owner._modules.get(role) is not module:
+            return None
+        y, call, made = self._ready.pop(role)
+        if x is not call[0] or _surroundings(x) != made.surroundings or not _is_as_in(module, call):
+            return None
+        self._called.add(role)
+        made.rest.remove(role)
+        made.taken.append(role)
+        return Form("lora_qkv", lambda: y, any(call[6]), tuple(a.dtype for a in call[3]))
+
+    def first_form(self, module: nn.Module, role: str, call: LoraLinearCall) -> Form | None:
+        """What computes this member together with others, None where it is computed by itself."""
         if self._owner._modules.get(role) is not module:
             return None
-        ready = self._ready.pop(role, None)
-        if ready is not None and _is_same(ready, call):
-            self._called.add(role)
-            ready.round.rest.remove(role)
-            ready.round.taken.append(role)
-            return _form([call], lambda: ready.y)
         calls = {role: call, **self._others(role, call)}
         self._called.add(role)
-        if len(calls) == 1 or not _pays(calls):
+        if len(calls) == 1:
             return None
-        first, *rest = calls
-        made = Round(first, rest)
-        return _form(list(calls.values()), lambda: self._compute(calls, made))
+        made = Round(calls)
+        dropout = any(p for c in calls.values() for p in c[6])
+        dtypes = tuple(a.dtype for c in calls.values() for a in c[3])
+        return Form("lora_qkv", lambda: self._compute(made), dropout, dtypes)
 
     def _others(self, role: str, call: LoraLinearCall) -> dict[str, LoraLinearCall]:
         """The members after it in its block that have not been called, each with the call it would make with this x."""
         block = self._blocks.get(role, ())
         if role in self._called:  # another round
             self._called.difference_update(block)
-        found = {}
-        for name in block[block.index(role) + 1 :] if block else ():
+        found: dict[str, LoraLinearCall] = {}
+        if not block or not _can_share(call[0]):
+            return found
+        for name in block[block.index(role) + 1 :]:
             other = self._owner._modules.get(name)
             state = None if other is None else self._state_of(other)
             if other is None or state is None or state.reason or state.role != name or name in self._called:
@@ -89,11 +101,11 @@ class Scope:
             theirs = peft.fused_call(other, call[0], False)
             if isinstance(theirs, tuple) and _goes_with(theirs, call):
                 found[name] = theirs
-        return found
+        return found if _pays((call, *found.values())) else {}
 
-    def _compute(self, calls: dict[str, LoraLinearCall], made: Round) -> Tensor:
+    def _compute(self, made: Round) -> Tensor:
         """The first member's result; those of the others wait. (verify computes twice.)"""
-        ordered = list(calls.values())
+        ordered = list(made.calls.values())
         outputs = lora_qkv_adapters(
             ordered[0][0],
             [c[1] for c in ordered],
@@ -104,18 +116,16 @@ class Scope:
         )
         if made not in self.rounds:
             self.rounds.append(made)
-        for name, y in zip(made.rest, outputs[1:], strict=True):
-            self._ready[name] = _Ready(y, calls[name], _surroundings(calls[name]), made)
+        made.surroundings = _surroundings(ordered[0][0])
+        for name, call, y in zip(made.rest, ordered[1:], outputs[1:], strict=True):
+            self._ready[name] = _Ready(y, call, made)
         return outputs[0]
 
     def close(self) -> None:
         """Drops what was not asked for."""
         self._ready.clear()
-
-
-def _form(calls: list[LoraLinearCall], run: Callable[[], Tensor]) -> Form:
-    dropout = any(p for c in calls for p in c[6])
-    return Form("lora_qkv", run, dropout, tuple(a.dtype for c in calls for a in c[3]))
+        for made in self.rounds:
+            made.calls.clear()
 
 
 def _goes_with(other: LoraLinearCall, call: LoraLinearCall) -> bool:
@@ -123,32 +133,47 @@ def _goes_with(other: LoraLinearCall, call: LoraLinearCall) -> bool:
     return weight.shape[1:] == own.shape[1:] and weight.dtype == own.dtype and other[7] == call[7]
 
 
-def _pays(calls: dict[str, LoraLinearCall]) -> bool:
-    """False where the layers one by one are as fast, or where a change of x between two calls could not be seen."""
-    x = next(iter(calls.values()))[0]
-    if x.is_inference():  # (has no version)
-        return False
+def _can_share(x: Tensor) -> bool:
+    """False where the layers must be, or are better, computed one by one."""
+    if x.is_inference():
+        return False  # it has no version, so that a change between two calls could not be seen
     return _packing.policy != "always"  # a layer by itself uses its packed weight
 
 
-def _surroundings(call: LoraLinearCall) -> tuple[Any, ...]:
-    """What must not change between the computation of a result and its use, besides the operands' identity."""
-    x, weight, bias, lora_a, lora_b, *_ = call
-    tensors = (x, weight, *lora_a, *lora_b) if bias is None else (x, weight, bias, *lora_a, *lora_b)
+def _pays(calls: Sequence[LoraLinearCall]) -> bool:
+    """One call saves some percent of the products' time (x is read once, its gradients are summed once), and costs some
+    tens of microseconds of Python more: below MIN_WORK multiplications the layers are as fast one by one."""
+    x = calls[0][0]
+    return x.numel() * sum(c[1].shape[0] for c in calls) >= MIN_WORK
+
+
+def _surroundings(x: Tensor) -> tuple[Any, ...]:
+    """What must be as it was for a result to stand: x, whether and for whom gradients are recorded, our switch."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    versions = [None if t.is_inference() else t._version for t in tensors]
-    return versions, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks
+    version = -1 if x.is_inference() else x._version
+    return version, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, _state.off()
 
 
-def _is_same(ready: _Ready, call: LoraLinearCall) -> bool:
-    """Whether `call` asks for the result that is ready."""
-    x, weight, bias, lora_a, lora_b, *numbers = ready.call
-    return (
-        x is call[0]
-        and weight is call[1]
-        and bias is call[2]
-        and len(lora_a) == len(call[3])
-        and all(a is b for a, b in zip((*lora_a, *lora_b), (*call[3], *call[4]), strict=True))
-        and numbers == list(call[5:])
-        and ready.surroundings == _surroundings(call)
-    )
+def _is_as_in(module: Any, call: LoraLinearCall) -> bool:
+    """Whether the layer is as it was for `call`: all of its state that code would change between the calls of two
+    layers (scale, active adapters, merged or not, operands). Types and hooks are not looked at again."""
+    if module._disable_adapters or module.merged_adapters:
+        return False
+    _, weight, bias, lora_a, lora_b, scalings, *_ = call
+    children = module._modules
+    base = children["base_layer"]._parameters
+    if base.get("weight") is not weight or base.get("bias") is not bias:
+        return False
+    a_modules, b_modules, at = children["lora_A"]._modules, children["lora_B"]._modules, 0
+    for name in module.active_adapters:
+        if name not in a_modules:
+            continue
+        if (
+            at == len(lora_a)
+            or a_modules[name]._parameters.get("weight") is not lora_a[at]
+            or b_modules[name]._parameters.get("weight") is not lora_b[at]
+            or module.scaling[name] != scalings[at]
+        ):
+            return False
+        at += 1
+    return at == len(lora_a)

@@ -13,6 +13,7 @@ repetition, which must save the same tensors and draw the same dropout seeds.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,13 +105,15 @@ def grouped_class(base: type) -> type:
 
 def _make_class(base: type) -> type:
     run: Any = base.forward  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(run).parameters)[1:]
+    second = parameters.index(_CONTEXT) if _CONTEXT in parameters else None
 
     @functools.wraps(run)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__.get(ATTRIBUTE)
         if state is None or torch.compiler.is_compiling() or _state.off():
             return run(self, *args, **kwargs)
-        two = _has_two_inputs(self, args, kwargs)
+        two = _has_two_inputs(self, second, args, kwargs)
         scope = Scope(self, _blocks(state, two), patched.state_of)
         token = current.set(scope)
         try:
@@ -141,9 +144,11 @@ def _new_grouped(base: type) -> Any:
     return object.__new__(grouped_class(base))
 
 
-def _has_two_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True where k and v read a tensor of their own."""
-    context = kwargs.get(_CONTEXT, args[1] if len(args) > 1 else None)
+def _has_two_inputs(
+    module: nn.Module, second: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """True where k and v read a tensor of their own. second: where it stands among the positional arguments."""
+    context = kwargs.get(_CONTEXT, args[second] if second is not None and len(args) > second else None)
     if not isinstance(context, Tensor) or any(module._modules.get(name) is not None for name in _ADDED):
         return False
     return context is not (args[0] if args else kwargs.get("hidden_states"))
@@ -176,7 +181,7 @@ def _learn(state: GroupState, two: bool, rounds: list[Round]) -> None:
 
 def _repetition() -> int:
     """1 in a call that an activation checkpoint will make again, -1 in that other one, 0 in any other call."""
-    if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+    if torch._C._current_graph_task_id() != -1:
         return -1
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None:

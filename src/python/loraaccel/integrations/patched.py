@@ -162,13 +162,15 @@ def _form_of(
     if state.reason:
         return state.reason
     plain = state.plain and len(args) == 1 and not kwargs
+    scope = group_scope.current.get() if plain and state.role and not compiling else None
+    waiting = None if scope is None else scope.ready_form(module, state.role, args[0])
+    if waiting is not None:
+        return waiting
     call = peft.fused_call(module, args[0], compiling) if plain else ""
     if isinstance(call, tuple):  # the common case of PEFT, by the shortest way
-        if state.role and not compiling:
-            scope = group_scope.current.get()
-            together = None if scope is None else scope.form_of(module, state.role, call)
-            if together is not None:
-                return together
+        together = None if scope is None else scope.first_form(module, state.role, call)
+        if together is not None:
+            return together
         if state.kinds is not None and "lora_linear" not in state.kinds:
             return "kind_excluded"
         dtypes = tuple(a.dtype for a in call[3]) if state.verify > 0 else ()
