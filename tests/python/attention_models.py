@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft_models import config, counted, distance
+from peft_models import config, counted, distance, lora_layers
 from torch import Tensor, nn
 
 import loraaccel
@@ -69,21 +70,35 @@ def block(
     return model
 
 
+def second_adapter(model: nn.Module, targets: list[str], **changes: Any) -> None:
+    """Adapter "b" on some of the projections; not active."""
+    import peft
+
+    with warnings.catch_warnings():  # (that there is one already)
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config(target_modules=targets, **changes), model, "b")
+    for layer in lora_layers(model).values():
+        layer.set_adapter("default")
+
+
 def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def gradients(model: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, Tensor]:
     """The output (or outputs), and the gradients of every floating input and of every parameter that requires one."""
-    given = [t.detach().requires_grad_() if _is_float(t) else t for t in inputs]
+    given = [t.detach().clone().requires_grad_() if _is_float(t) else t for t in inputs]
     y = forward(*given)
     outputs = y if isinstance(y, tuple) else (y,)
     leaves = {f"input {i}": t for i, t in enumerate(given) if _is_float(t)}
     leaves |= {n: p for n, p in model.named_parameters() if p.requires_grad}
     upstream = [tensor(*t.shape, dtype=t.dtype, seed=7 + i) for i, t in enumerate(outputs)]
-    grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
+    torch.autograd.backward(outputs, upstream)  # (autograd.grad() is not for re-entrant checkpoints)
     found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-    return found | {n: g for n, g in zip(leaves, grads, strict=True) if g is not None}
+    found |= {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    for t in leaves.values():
+        t.grad = None
+    return found
 
 
 def _is_float(t: Any) -> bool:

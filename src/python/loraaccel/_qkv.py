@@ -53,6 +53,17 @@ class GroupCall(NamedTuple):
             at += 2 * count
         return mask
 
+    def mask_of_used(self, x: bool, needs: Sequence[bool], grads: Sequence[Tensor | None]) -> list[bool]:
+        """mask() without the layers whose output has no gradient: as where each layer is a node of its own, theirs are
+        None, and an optimizer leaves them alone."""
+        mask, at = self.mask(x, needs), 1
+        for grad, count in zip(grads, self.adapters, strict=True):
+            end = at + 2 + 2 * count
+            if grad is None:
+                mask[at:end] = [False] * (end - at)
+            at = end
+        return mask
+
     def flat(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients in the order of the mask, None where not wanted: that of x, and those of the flat list."""
         x, *rest = grads
@@ -180,7 +191,7 @@ def _group_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     hidden, seed, *saved = ctx.saved_tensors
     x, weights, adapters = kept_operands(call, saved, ctx.likes)
     need_x, _, *needs = ctx.needs_input_grad[1:]
-    mask = call.mask(need_x, needs)
+    mask = call.mask_of_used(need_x, needs, grads)
     present = [g for g in grads if g is not None]
     refuse_batched("lora_qkv", present)
     with _below_autograd():

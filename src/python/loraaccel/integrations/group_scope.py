@@ -63,7 +63,10 @@ class Scope:
         if role not in self._ready or self._owner._modules.get(role) is not module:
             return None
         y, call, made = self._ready.pop(role)
-        if x is not call[0] or _surroundings(x) != made.surroundings or not _is_as_in(module, call):
+        if x is not call[0]:  # nor will the others' input be what it was taken to be
+            self._drop(made.rest)
+            return None
+        if _surroundings(x) != made.surroundings or not _is_as_in(module, call):
             return None
         self._called.add(role)
         made.rest.remove(role)
@@ -88,13 +91,16 @@ class Scope:
         block = self._blocks.get(role, ())
         if role in self._called:  # another round
             self._called.difference_update(block)
+            self._drop(block)
         found: dict[str, LoraLinearCall] = {}
         if not block or not _can_share(call[0]):
             return found
         for name in block[block.index(role) + 1 :]:
             other = self._owner._modules.get(name)
             state = None if other is None else self._state_of(other)
-            if other is None or state is None or state.reason or state.role != name or name in self._called:
+            if other is None or state is None or state.reason or state.role != name:
+                continue
+            if name in self._called or name in self._ready:
                 continue
             if "forward" in other.__dict__ or peft._has_hooks(other):
                 continue  # something is to happen before or after its call
@@ -120,6 +126,10 @@ class Scope:
         for name, call, y in zip(made.rest, ordered[1:], outputs[1:], strict=True):
             self._ready[name] = _Ready(y, call, made)
         return outputs[0]
+
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._ready.pop(name, None)
 
     def close(self) -> None:
         """Drops what was not asked for."""

@@ -51,6 +51,7 @@ class GroupState:
     # Of calls with one input (False) and with two (True).
     blocks: dict[bool, Blocks] = field(default_factory=dict)
     repeatable: int = 0  # wrongly guessed calls that a checkpoint will make again
+    learned: dict[bool, Blocks] = field(default_factory=dict)  # from these, to be used when they have been made
 
 
 def install(model: nn.Module) -> None:
@@ -119,8 +120,7 @@ def _make_class(base: type) -> type:
         try:
             result = run(self, *args, **kwargs)
         except BaseException as error:
-            if state.repeatable and _repetition() < 0:  # a checkpoint stops as soon as it has what it wants
-                state.repeatable -= 1
+            _learn(state, two, [])  # (a checkpoint stops as soon as it has what it wants)
             if not _is_our_layout(error, scope):
                 raise
             _state.ungrouped["layout"] += 1
@@ -165,18 +165,21 @@ def _blocks(state: GroupState, two: bool) -> Blocks:
 def _learn(state: GroupState, two: bool, rounds: list[Round]) -> None:
     """Splits the blocks some of whose results nobody took, as soon as no call can be repeated that was made before."""
     missed = [r for r in rounds if r.rest]
-    if not missed:
+    if not missed and not state.repeatable:
         return
+    if missed:
+        _state.ungrouped["other_input"] += len(missed)
+        blocks = dict(state.blocks[two])
+        for r in missed:
+            for part in (tuple(r.taken), tuple(r.rest)):
+                blocks.update(dict.fromkeys(part, part))
+        state.learned[two] = blocks
     again = _repetition()
-    state.repeatable = max(0, state.repeatable + again)
-    if again > 0 or state.repeatable:
-        return
-    _state.ungrouped["other_input"] += len(missed)
-    blocks = dict(state.blocks[two])
-    for r in missed:
-        for part in (tuple(r.taken), tuple(r.rest)):
-            blocks.update(dict.fromkeys(part, part))
-    state.blocks[two] = blocks
+    if missed or again < 0:
+        state.repeatable = max(0, state.repeatable + again)
+    if again <= 0 and not state.repeatable:
+        state.blocks.update(state.learned)
+        state.learned.clear()
 
 
 def _repetition() -> int:
