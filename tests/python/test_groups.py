@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -53,7 +54,9 @@ def other_inputs() -> int:
 
 @pytest.mark.parametrize("rows", [(1,), (2, 5), (3, 40)], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "adapters"), [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F32, BF16)], ids=str
+    ("dtype", "adapters"),
+    [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32), (F16, F16), (F32, BF16)],
+    ids=str,
 )
 def test_self_attention(dtype: torch.dtype, adapters: torch.dtype, rows: tuple[int, ...]) -> None:
     model = patched(dtype=dtype, adapters=adapters)
@@ -180,7 +183,9 @@ def test_a_member_that_cannot_take_part(name: str) -> None:
     check(model, [x], {"lora_qkv": 2, "lora_linear": 1, "lora_delta": 1})
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
 @pytest.mark.parametrize("name", ["to_k", "to_v"])
 def test_hooks_on_a_member_see_its_own_call(name: str, register: str) -> None:
     model, fired = patched(), []
@@ -465,7 +470,9 @@ def test_nothing_is_kept_alive() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("guess", [processor, crossed, own_context, without_keys], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_repeat_what_was_computed(reentrant: bool, guess: Callable[..., Tensor], dropout: float) -> None:
+def test_checkpoints_repeat_what_was_computed(
+    reentrant: bool, guess: Callable[..., Tensor], dropout: float
+) -> None:
     """From the first step on, where a wrong guess is found out; with dropout the masks must be the same again."""
     model, x = patched(lora_dropout=dropout), tensor(2, 5, 16)
     twin = copy.deepcopy(model)
@@ -530,9 +537,9 @@ def test_va5_threads_do_not_mix() -> None:
     assert calls == {"lora_qkv": 120, "lora_linear": 40}
     model.attn.processor = processor
     for i in range(2):
+        assert len(found[i]) == 20
         work(i)
         *in_threads, want = found[i]
-        assert len(in_threads) == 20
         assert all(torch.equal(*pair) for got in in_threads for pair in zip(got, want, strict=True))
 
 
@@ -556,7 +563,9 @@ def test_a_member_called_from_another_thread_or_from_outside() -> None:
 
 def test_attention_inside_attention() -> None:
     outer, inner = patched(), patched()
-    outer.attn.processor = lambda attn, x, context: inner(processor(attn, x, context)) + processor(attn, x * 2, None)
+    outer.attn.processor = lambda attn, x, context: (
+        inner(processor(attn, x, context)) + processor(attn, x * 2, None)
+    )
     x = tensor(2, 5, 16)
     with loraaccel.disabled():
         own = gradients(outer, outer, [x])
@@ -621,8 +630,7 @@ def test_va4_copies_are_patched_and_independent(make: Callable[[Any], Any]) -> N
 
 def test_a_forward_that_something_else_replaced_before() -> None:
     model = block()
-    own = model.attn.forward
-    model.attn.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    model.attn.forward = functools.partial(model.attn.forward)
     before = ungrouped().get("forward_replaced", 0)
     loraaccel.patch(model, strict=True)
     assert ungrouped()["forward_replaced"] == before + 1

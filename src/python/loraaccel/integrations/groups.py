@@ -51,7 +51,9 @@ class GroupState:
     # Of calls with one input (False) and with two (True).
     blocks: dict[bool, Blocks] = field(default_factory=dict)
     repeatable: int = 0  # wrongly guessed calls that a checkpoint will make again
-    learned: dict[bool, Blocks] = field(default_factory=dict)  # from these, to be used when they have been made
+    learned: dict[bool, Blocks] = field(
+        default_factory=dict
+    )  # from these, to be used when they have been made
 
 
 def install(model: nn.Module) -> None:
