@@ -19,10 +19,10 @@ from loraaccel.integrations import peft
 from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import LoraLinearCall, lora_qkv_adapters
 
+MIN_WORK = 2**26  # multiplications; about half a millisecond on two cores in float32
 # The innermost attention module whose forward runs in this thread.
 current: ContextVar[Scope | None] = ContextVar("loraaccel_group_scope", default=None)
 
-MIN_WORK = 2**26  # about half a millisecond on two cores
 # Block of each member, by its name in the attention module; the names in the order in which they are called.
 Blocks = Mapping[str, tuple[str, ...]]
 
@@ -92,10 +92,11 @@ class Scope:
         if role in self._called:  # another round
             self._called.difference_update(block)
             self._drop(block)
+        rest = block[block.index(role) + 1 :] if block else ()
         found: dict[str, LoraLinearCall] = {}
-        if not block or not _can_share(call[0]):
+        if not rest or not _pays(call, 1 + len(rest)):
             return found
-        for name in block[block.index(role) + 1 :]:
+        for name in rest:
             other = self._owner._modules.get(name)
             state = None if other is None else self._state_of(other)
             if other is None or state is None or state.reason or state.role != name:
@@ -107,7 +108,7 @@ class Scope:
             theirs = peft.fused_call(other, call[0], False)
             if isinstance(theirs, tuple) and _goes_with(theirs, call):
                 found[name] = theirs
-        return found if _pays((call, *found.values())) else {}
+        return found
 
     def _compute(self, made: Round) -> Tensor:
         """The first member's result; those of the others wait. (verify computes twice.)"""
@@ -143,18 +144,16 @@ def _goes_with(other: LoraLinearCall, call: LoraLinearCall) -> bool:
     return weight.shape[1:] == own.shape[1:] and weight.dtype == own.dtype and other[7] == call[7]
 
 
-def _can_share(x: Tensor) -> bool:
-    """False where the layers must be, or are better, computed one by one."""
+def _pays(call: LoraLinearCall, count: int) -> bool:
+    """Whether so many layers like this one are better computed together. That saves some percent of the products' time
+    (x is read once, its gradient is summed once, threads wait for one another once), and costs some tens of
+    microseconds of Python: below MIN_WORK multiplications the layers are as fast one by one."""
+    x, weight = call[0], call[1]
+    if x.numel() * weight.shape[0] * count < MIN_WORK:
+        return False
     if x.is_inference():
         return False  # it has no version, so that a change between two calls could not be seen
     return _packing.policy != "always"  # a layer by itself uses its packed weight
-
-
-def _pays(calls: Sequence[LoraLinearCall]) -> bool:
-    """One call saves some percent of the products' time (x is read once, its gradients are summed once), and costs some
-    tens of microseconds of Python more: below MIN_WORK multiplications the layers are as fast one by one."""
-    x = calls[0][0]
-    return x.numel() * sum(c[1].shape[0] for c in calls) >= MIN_WORK
 
 
 def _surroundings(x: Tensor) -> tuple[Any, ...]:
@@ -166,8 +165,8 @@ def _surroundings(x: Tensor) -> tuple[Any, ...]:
 
 def _is_as_in(module: Any, call: LoraLinearCall) -> bool:
     """Whether the layer is as it was for `call`: all of its state that code would change between the calls of two
-    layers (scale, active adapters, merged or not, operands). Types and hooks are not looked at again."""
-    if module._disable_adapters or module.merged_adapters:
+    layers (scale, active adapters, merged or not, operands). Types, hooks and dropout are not looked at again."""
+    if module.disable_adapters or module.merged:
         return False
     _, weight, bias, lora_a, lora_b, scalings, *_ = call
     children = module._modules
