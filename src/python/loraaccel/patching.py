@@ -11,14 +11,14 @@ from torch import nn
 
 from loraaccel import _state
 from loraaccel._state import disabled
-from loraaccel.integrations import kohya_network, patched
+from loraaccel.integrations import groups, kohya_network, patched
 from loraaccel.integrations.hosts import Host, host_of
 
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
 KINDS = (
-    "lora_linear", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding", "loha_linear",
-    "loha_conv2d", "lokr_linear", "lokr_conv2d",
+    "lora_linear", "lora_qkv", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding",
+    "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d",
 )  # fmt: skip
 
 
@@ -85,6 +85,8 @@ def patch(
 
     kinds: operators to use, None is all; a subset of
         "lora_linear": linear layers, with a bias of the adapter or not, also transformers' Conv1D;
+        "lora_qkv": q, k and v of an attention module of diffusers over one input, computed together (info() counts
+            one call for each of them);
         "dora_linear": linear layers with DoRA;
         "lora_delta": linear layers whose frozen half computes its own output (quantised, another class, with hooks);
         "lora_linear_batched": linear layers called with an adapter for each sample (adapter_names);
@@ -131,13 +133,15 @@ def patch(
             patched.install(module, _new_state(entry, never, host, verify, limits, factored))
         elif verify:
             state.verify = verify
+    groups.install(model)
     return report
 
 
 def _new_state(
     entry: ModuleReport, never: str, host: Host, verify: int, limits: frozenset[str] | None, factored: bool
 ) -> patched.PatchState:
-    plain = host.name == "peft" and entry.kind == "lora_linear" and "lora_linear" in (limits or KINDS)
+    wanted = limits is None or "lora_linear" in limits or "lora_qkv" in limits
+    plain = host.name == "peft" and entry.kind == "lora_linear" and wanted
     return patched.PatchState(entry.name, never, verify, limits, plain, host=host, factored=factored)
 
 
@@ -157,14 +161,16 @@ def patch_as_it_comes(
             state.roll_back = roll_back
             patched.install(module, state)
         yield entry, state
+    groups.install(model)
 
 
 def unpatch(model: nn.Module) -> int:
-    """Takes `patch` back: every module is what it was before. Returns the number of modules restored. A network of
+    """Takes `patch` back: every module is what it was before. Returns the number of LoRA modules restored. A network of
     kohya's trainer that the launcher took over is the host's own again, and so is its trainer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model is a {type(model).__name__}, expected a torch.nn.Module")
     for module in model.modules():
+        groups.remove(module)
         kohya_network.give_back(module)
     return sum(patched.remove(module) for module in model.modules())
 
@@ -180,7 +186,7 @@ def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Host]
 
 def _uses(kind: str) -> frozenset[str]:
     """Operators that a module of this kind may run, depending on its state and on the call."""
-    linear = ("lora_linear", "dora_linear", "lora_delta", "lora_linear_batched")
+    linear = ("lora_linear", "lora_qkv", "dora_linear", "lora_delta", "lora_linear_batched")
     return frozenset(linear) if kind == "lora_linear" else frozenset({kind})
 
 
