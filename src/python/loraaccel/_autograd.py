@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from loraaccel import _eager, _packing, _state
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -121,6 +122,7 @@ def kept_packing(weight: Tensor, x: Tensor, for_input_gradient: bool) -> Tensor 
 AdapterLists: TypeAlias = tuple[list[Tensor], list[Tensor], list[float], list[float], RankMasks | tuple[()]]
 
 
+@says_layer
 class LoraLinearFunction(torch.autograd.Function):
     """Eager path: about a third of the dispatcher's overhead for a registered formula."""
 
@@ -181,6 +183,23 @@ class LoraLinearFunction(torch.autograd.Function):
                 None if g is None else g.to(x.dtype).to(t) for g, t in zip(grads[:3], dtypes, strict=True)
             ]
         gx, gw, gb, *gab = _refuse_double_backward(grads, (grad, x, weight, *adapters))
+        return gx, gw, gb, None, None, None, *gab
+
+    @staticmethod
+    def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
+        """The gradients where the operator fails; None with dropout, whose masks only native code makes."""
+        likes, scalings, dropouts, _, dtypes, masks = ctx.rest
+        if any(dropouts) or masks:
+            return None
+        hidden, *saved = ctx.saved_tensors
+        x, weight, *adapters = kept_or_shape(saved, likes)
+        needs = ctx.needs_input_grad
+        computed = _eager.lora_linear_backward(grad, x, weight, adapters, hidden, scalings)
+        wanted = zip(computed, [*needs[:3], *needs[6:]], strict=True)
+        gx, gw, gb, *gab = [g if m else None for g, m in wanted]
+        if dtypes is not None:
+            x_w_b = zip((gx, gw, gb), dtypes, strict=True)
+            gx, gw, gb = [None if g is None else g.to(x.dtype).to(t) for g, t in x_w_b]
         return gx, gw, gb, None, None, None, *gab
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import Shape, keep_or_shape, kept_or_shape
 
@@ -141,6 +142,7 @@ def types_before(call: GroupCall, x: Tensor, tensors: Sequence[Tensor]) -> list[
     return [t.dtype for t in (x, *weights, *biases)]
 
 
+@says_layer
 class LoraQkvFunction(torch.autograd.Function):
     """`tensors`: the weights, the biases that there are, and A and B of each adapter."""
 
@@ -156,6 +158,7 @@ class LoraQkvFunction(torch.autograd.Function):
         return _group_backward(ctx, grads)
 
 
+@says_layer
 class LoraQkvPackedFunction(torch.autograd.Function):
     """The same with the outputs side by side in one tensor."""
 

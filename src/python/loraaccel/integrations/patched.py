@@ -20,7 +20,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from loraaccel import _state
+from loraaccel import _layers, _state
+from loraaccel._layers import current
 from loraaccel.integrations import group_scope, peft, peft_forms
 from loraaccel.integrations.hosts import HOSTS, Host
 from loraaccel.integrations.peft_forms import Form
@@ -116,7 +117,7 @@ def _make_class(base: type) -> type:
                 if state.verify <= 0 or _verified(self, state, args, kwargs, form):
                     if state.looks > 0 and self.training and not torch.is_grad_enabled():
                         _look_for_lost_gradients(state)
-                    y = form.run()
+                    y = _run(state, form)
                     _state.fused[form.kind] += 1
                     state.fused += 1
                     return y
@@ -147,6 +148,14 @@ def subclass(base: type, forward: Callable[..., Any], new: Callable[[type], Any]
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     members = {**same, "forward": forward, "__reduce_ex__": reduce_ex, BASE: base}
     return type(base.__name__, (base,), members)
+
+
+def _run(state: PatchState, form: Form) -> Any:
+    outer, current.layer = current.layer, (state, form.kind)
+    try:
+        return form.run()
+    finally:
+        current.layer = outer
 
 
 def _new_patched(base: type) -> Any:
@@ -199,20 +208,11 @@ def _generators(form: Form) -> tuple[Tensor, Any]:
 
 def _rolled_back(state: PatchState, form: Form, args: tuple[Any, ...], error: Exception) -> bool:
     """After an error in native code: names the layer in it, or warns and gives the layer up for good (True)."""
-    shapes = ", ".join(f"{list(a.shape)} {a.dtype}" for a in args if isinstance(a, Tensor))
-    where = f"in {state.name or 'a LoRA module'} ({form.kind}, x {shapes})"
+    where = f"in {state.name or 'a LoRA module'} ({form.kind}, x {_layers.shapes_of(args)})"
     if not state.roll_back:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"loraaccel: {where}")
-        else:
-            error.args = (f"{error}\nloraaccel: {where}",)
+        _layers.say_where(error, where)
         return False
-    state.reason = "native_error"
-    warnings.warn(
-        f"loraaccel: an error {where}; this layer runs its own forward from now on: {error}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    _layers.give_up(state, where, error, stacklevel=3)
     return True
 
 
