@@ -11,6 +11,7 @@ from torch import nn
 
 from loraaccel import _state
 from loraaccel._state import disabled
+from loraaccel.integrations import frozen as frozen_layers
 from loraaccel.integrations import groups, kohya_network, patched
 from loraaccel.integrations.hosts import Host, host_of
 
@@ -74,6 +75,7 @@ def patch(
     strict: bool = False,
     verify: int = 0,
     factored: bool = False,
+    frozen: bool = False,
 ) -> PatchReport:
     """Routes the LoRA layers of a model through loraaccel's operators, in place.
 
@@ -101,6 +103,10 @@ def patch(
     mode): the change is computed from its factors. That is faster and loses less, and it is not the host's rounding:
     W' - W is rounded to the last bits of W, ours is not. Without it such modules report ``rebuilt``.
 
+    frozen: also torch.nn.Linear layers without LoRA whose parameters are frozen, in float32 and float16: the gradient
+    of their input is computed by our kernel (kind "frozen_linear" in info(); not in the report, and `kinds` and
+    `verify` do not concern them). The forward pass and calls without gradients stay torch's own, bit for bit.
+
     With ``LORAACCEL=0`` nothing is patched and the report says so. Raises TypeError for something that is no nn.Module,
     ValueError for an unknown kind, ImportError where the operators cannot be loaded.
     """
@@ -112,6 +118,7 @@ def patch(
     if unknown:
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)
+    frozen_layers.release(model)
     found = [
         (module, host, *_decide(module, name, kind, host, wanted, factored))
         for name, module, kind, host in _lora_modules(model)
@@ -134,6 +141,8 @@ def patch(
         elif verify:
             state.verify = verify
     groups.install(model)
+    if frozen:
+        frozen_layers.install(model)
     return report
 
 
@@ -165,7 +174,7 @@ def patch_as_it_comes(
 
 
 def unpatch(model: nn.Module) -> int:
-    """Takes `patch` back: every module is what it was before. Returns the number of LoRA modules restored. A network of
+    """Takes `patch` back: every module is what it was before. Returns the number of modules restored. A network of
     kohya's trainer that the launcher took over is the host's own again, and so is its trainer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model is a {type(model).__name__}, expected a torch.nn.Module")

@@ -129,7 +129,7 @@ def _make_class(base: type) -> type:
                     if drawn[1] is not None:
                         random.setstate(drawn[1])
             form = state.reason
-        if not compiling:
+        if not compiling and state.host.counted:
             _state.fallback[form] += 1
             state.own[form] += 1
         return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
