@@ -16,6 +16,10 @@ import loraaccel
 from reference.tolerance import unit_roundoff
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out"]
+# Calls of a Block: one input, two, and no groups.
+SELF = {"lora_qkv": 3, "lora_linear": 1}
+CROSS = {"lora_qkv": 2, "lora_linear": 2}
+APART = {"lora_linear": 4}
 
 
 def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -27,6 +31,21 @@ def processor(attn: Any, x: Tensor, context: Tensor | None) -> Tensor:
     q = attn.to_q(x)
     context = x if context is None else context
     return attend(attn, q, attn.to_k(context), attn.to_v(context))
+
+
+def crossed(attn: Any, x: Tensor, context: Any) -> Tensor:
+    """v reads something else than q and k."""
+    return attend(attn, attn.to_q(x), attn.to_k(x), attn.to_v(x * 2))
+
+
+def own_context(attn: Any, x: Tensor, context: Any) -> Tensor:
+    """k and v read a tensor of which the module's arguments say nothing."""
+    other = x.flip(0)
+    return attend(attn, attn.to_q(x), attn.to_k(other), attn.to_v(other))
+
+
+def without_keys(attn: Any, x: Tensor, context: Any) -> Tensor:
+    return attn.to_q(x) + attn.to_v(x)
 
 
 class Attn(nn.Module):
@@ -68,6 +87,20 @@ def block(
         if "lora_" in name:
             p.data = p.data.to(adapters or dtype)
     return model
+
+
+def patched(*args: Any, **options: Any) -> Any:
+    model = block(*args, **options)
+    assert loraaccel.patch(model, strict=True).num_fused == 4
+    return model
+
+
+def ungrouped() -> dict[str, int]:
+    return dict(loraaccel.info()["ungrouped"])
+
+
+def other_inputs() -> int:
+    return ungrouped().get("other_input", 0)
 
 
 def second_adapter(model: nn.Module, targets: list[str], **changes: Any) -> None:

@@ -1,192 +1,33 @@
-"""diffusers' models with random weights and PEFT adapters: patched against themselves, in every state and processor."""
+"""diffusers' models with PEFT adapters: patched against themselves, with every processor."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
 from attention_models import check, gradients, tensor
+from diffusers_models import (
+    JOINT,
+    MODELS,
+    adapted,
+    call_unet,
+    counts,
+    inputs,
+    output,
+)
 from peft_models import config, counted, distance, lora_layers
-from safetensors.torch import load_file
 from test_patch import same, snapshot
 from torch import Tensor, nn
 
 import loraaccel
-from loraaccel.integrations import group_scope
 
-diffusers = pytest.importorskip("diffusers")
-from diffusers.models import attention_processor as processors  # noqa: E402
-from diffusers.models.attention_processor import Attention  # noqa: E402
-
+processors = pytest.importorskip("diffusers.models.attention_processor")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-JOINT = [*TARGETS, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_scope, "MIN_WORK", 0)
-
-
-# ---- models: how each is made, and the inputs it is called with ------------------------------------------------------
-
-
-def unet(**changes: Any) -> Any:
-    options = {
-        "sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "block_out_channels": (16, 32),
-        "norm_num_groups": 4, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 12, "attention_head_dim": 4,
-        "mid_block_type": "UNetMidBlock2DCrossAttn",
-    }  # fmt: skip
-    return diffusers.UNet2DConditionModel(**options | changes)
-
-
-def unet_inputs(dtype: torch.dtype) -> list[Any]:
-    return [tensor(2, 4, 8, 8, dtype=dtype), torch.tensor([3, 900]), tensor(2, 7, 12, dtype=dtype, seed=2)]
-
-
-def sd3() -> Any:
-    return diffusers.SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=12, caption_projection_dim=16, pooled_projection_dim=10, out_channels=4,
-        pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm",
-    )  # fmt: skip
-
-
-def sd3_inputs(dtype: torch.dtype) -> list[Any]:
-    return [
-        tensor(2, 4, 8, 8, dtype=dtype), tensor(2, 5, 12, dtype=dtype, seed=2), tensor(2, 10, dtype=dtype, seed=3),
-        torch.tensor([3, 900]),
-    ]  # fmt: skip
-
-
-def flux() -> Any:
-    return diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-
-
-def flux_inputs(dtype: torch.dtype) -> list[Any]:
-    ids = torch.zeros(5, 3, dtype=torch.int64), torch.arange(27).reshape(9, 3) % 5
-    return [
-        tensor(2, 9, 4, dtype=dtype), tensor(2, 5, 12, dtype=dtype, seed=2), tensor(2, 10, dtype=dtype, seed=3),
-        torch.tensor([0.5, 0.9]).to(dtype), ids[1], ids[0],
-    ]  # fmt: skip
-
-
-def pixart() -> Any:
-    return diffusers.PixArtTransformer2DModel(
-        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, in_channels=4,
-        cross_attention_dim=16, caption_channels=12, attention_bias=True, out_channels=8,
-        num_embeds_ada_norm=1000, norm_type="ada_norm_single", use_additional_conditions=False,
-    )  # fmt: skip
-
-
-def pixart_inputs(dtype: torch.dtype) -> list[Any]:
-    return [tensor(2, 4, 8, 8, dtype=dtype), tensor(2, 5, 12, dtype=dtype, seed=2), torch.tensor([3, 900])]
-
-
-def cogvideox() -> Any:
-    """Writes rotary embeddings into q and k."""
-    return diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=2,
-        text_embed_dim=8, num_layers=1, sample_width=8, sample_height=8, sample_frames=5, patch_size=2,
-        temporal_compression_ratio=4, max_text_seq_length=5, use_rotary_positional_embeddings=True,
-    )  # fmt: skip
-
-
-def cogvideox_inputs(dtype: torch.dtype) -> list[Any]:
-    angles = tensor(2 * 4 * 4, 16, seed=5)
-    return [
-        tensor(2, 2, 4, 8, 8, dtype=dtype), tensor(2, 5, 8, dtype=dtype, seed=2), torch.tensor([3, 900]),
-        (angles.cos(), angles.sin()),
-    ]  # fmt: skip
-
-
-def sample(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output.sample
-
-
-def call_unet(m: Any, x: Tensor, t: Tensor, text: Tensor, **more: Any) -> Tensor:
-    return sample(m(x, t, text, **more))
-
-
-def call_sd3(m: Any, x: Tensor, text: Tensor, pooled: Tensor, t: Tensor) -> Tensor:
-    return sample(m(hidden_states=x, encoder_hidden_states=text, pooled_projections=pooled, timestep=t))
-
-
-def call_flux(
-    m: Any, x: Tensor, text: Tensor, pooled: Tensor, t: Tensor, image: Tensor, ids: Tensor
-) -> Tensor:
-    return sample(m(x, text, pooled, t, img_ids=image, txt_ids=ids))
-
-
-def call_pixart(m: Any, x: Tensor, text: Tensor, t: Tensor) -> Tensor:
-    return sample(m(x, encoder_hidden_states=text, timestep=t))
-
-
-def call_cogvideox(m: Any, x: Tensor, text: Tensor, t: Tensor, rotary: Any) -> Tensor:
-    return sample(m(x, text, t, image_rotary_emb=rotary))
-
-
-# make, inputs, call, targets, members of groups and other LoRA layers of one forward pass
-MODELS: dict[str, tuple[Any, Any, Any, list[str], int, int]] = {
-    "unet": (unet, unet_inputs, call_unet, TARGETS, 4 * (3 + 2), 4 * (1 + 2)),
-    # Three blocks, of which the last has no projection of its context's output, and one more attention in the first.
-    "sd3": (sd3, sd3_inputs, call_sd3, JOINT, 3 * 6 + 3, 3 + 2 + 1),
-    "flux": (flux, flux_inputs, call_flux, JOINT, 6 + 3, 2),
-    "pixart": (pixart, pixart_inputs, call_pixart, TARGETS, 2 * (3 + 2), 2 * (1 + 2)),
-    # Joins both inputs to one before the projections: q goes by itself, as if k and v read the second.
-    "cogvideox": (cogvideox, cogvideox_inputs, call_cogvideox, TARGETS, 2, 2),
-}
-
-
-def adapted(
-    name: str, dtype: torch.dtype = F32, *, adapters: torch.dtype | None = None, **changes: Any
-) -> Any:
-    """The model in `dtype` with an adapter "default", not patched."""
-    make, _, _, targets, _, _ = MODELS[name]
-    torch.manual_seed(0)
-    model = make().to(dtype)
-    for p in model.parameters():
-        if p.abs().max() == 0:  # some projections start at zero
-            nn.init.normal_(p, std=0.1)
-        p.requires_grad_(False)
-    if hasattr(model, "add_adapter"):
-        model.add_adapter(config(target_modules=targets, **changes))
-    else:  # PixArt
-        peft.inject_adapter_in_model(config(target_modules=targets, **changes), model)
-    for layer in lora_layers(model).values():
-        layer.lora_A.to(adapters or dtype)
-        layer.lora_B.to(adapters or dtype)
-    return model.train()
-
-
-def counts(name: str) -> dict[str, int]:
-    together, apart = MODELS[name][4:]
-    return {"lora_qkv": together, "lora_linear": apart}
-
-
-def inputs(name: str, dtype: torch.dtype = F32) -> list[Any]:
-    return MODELS[name][1](dtype)
-
-
-def output(model: Any, name: str) -> Tensor:
-    with torch.no_grad():
-        return MODELS[name][2](model, *inputs(name))
-
-
-@pytest.fixture
-def no_wrong_guess() -> Iterator[None]:
-    before = dict(loraaccel.info()["ungrouped"])
-    yield
-    assert loraaccel.info()["ungrouped"] == before
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -355,7 +196,7 @@ class Holder(nn.Module):
 def attention(processor: Any, **options: Any) -> Any:
     """One attention module with adapters on all projections, patched."""
     torch.manual_seed(0)
-    made = Attention(
+    made = processors.Attention(
         **{"query_dim": 16, "heads": 2, "dim_head": 8, "bias": True, **options}, processor=processor
     )
     model = Holder(made).requires_grad_(False)
@@ -427,205 +268,3 @@ def test_processors_of_one_module(name: str) -> None:
     else:
         assert calls == {"lora_qkv": together, "lora_linear": apart}
         assert loraaccel.info()["ungrouped"] == before
-
-
-# ---- diffusers' own functions after patch ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["unet", "flux"])
-def test_set_adapters_with_weights(name: str) -> None:
-    model = adapted(name)
-    model.add_adapter(config(target_modules=["to_q", "to_v"], r=2, lora_alpha=7), "b")
-    loraaccel.patch(model, strict=False)
-    for names, weights in ((["default", "b"], [0.3, 2.0]), (["b"], [1.5]), (["default"], None)):
-        model.set_adapters(names, weights)
-        with loraaccel.disabled():
-            own = output(model, name)
-        assert distance(output(model, name), own) < 1e-5
-    model.set_adapters(["default", "b"], [0.5, 0.25])
-    check(model, inputs(name), counts(name), MODELS[name][2])
-
-
-@pytest.mark.parametrize("name", ["unet", "sd3"])
-def test_fuse_disable_delete(name: str) -> None:
-    model = adapted(name)
-    model.add_adapter(config(target_modules=["to_q", "to_v"]), "b")
-    model.set_adapters(["default"])
-    loraaccel.patch(model)
-    plain, adapted_output = MODELS[name][2], output(model, name)
-    layers = sum(counts(name).values())
-    model.disable_lora()
-    with counted() as calls:
-        frozen = output(model, name)
-    assert calls == {"disabled": layers}
-    assert distance(adapted_output, frozen) > 1e-2
-    model.enable_lora()
-    assert torch.equal(output(model, name), adapted_output)
-    model.fuse_lora()
-    with counted() as calls:
-        merged = output(model, name)
-    assert calls == {"merged": layers}
-    assert distance(merged, adapted_output) < 1e-4
-    model.unfuse_lora()
-    assert distance(output(model, name), adapted_output) < 1e-4
-    model.delete_adapters("b")
-    check(model, inputs(name), counts(name), plain)
-    model.unload_lora()
-    with counted() as calls:
-        assert distance(output(model, name), frozen) < 1e-4
-    assert calls == {}
-
-
-@pytest.mark.parametrize("name", ["unet", "flux"])
-def test_saved_and_loaded_adapters(name: str, tmp_path: Path) -> None:
-    model = adapted(name)
-    model.save_lora_adapter(tmp_path / "own")
-    loraaccel.patch(model)
-    want = output(model, name)
-    model.save_lora_adapter(tmp_path / "patched")
-    (own,), (ours,) = (list((tmp_path / n).glob("*.safetensors")) for n in ("own", "patched"))
-    saved, again = load_file(own), load_file(ours)  # (the order of the metadata is by chance)
-    assert list(saved) == list(again)
-    assert all(torch.equal(saved[k], again[k]) for k in saved)
-    other = MODELS[name][0]()
-    other.load_state_dict(
-        {k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if "lora_" not in k}
-    )
-    other.load_lora_adapter(str(ours.parent), weight_name=ours.name, prefix=None)
-    assert distance(output(other, name), want) < 1e-5
-    with counted() as calls:
-        output(other, name)
-    assert calls == {}
-    loraaccel.patch(other, strict=True)
-    with counted() as calls:
-        assert distance(output(other, name), want) < 1e-5
-    assert calls == counts(name)
-
-
-def test_hot_swap(tmp_path: Path) -> None:
-    first, second = adapted("unet"), adapted("unet")
-    for layer in lora_layers(second).values():
-        layer.lora_B["default"].weight.data.mul_(-2)
-    second.save_lora_adapter(tmp_path)
-    want = output(second, "unet")
-    (file,) = tmp_path.glob("*.safetensors")
-    loraaccel.patch(first, strict=True)
-    assert distance(output(first, "unet"), want) > 1e-2
-    first.load_lora_adapter(
-        str(tmp_path), weight_name=file.name, prefix=None, adapter_name="default", hotswap=True
-    )
-    with counted() as calls:
-        assert distance(output(first, "unet"), want) < 1e-5
-    assert calls == counts("unet")
-
-
-@pytest.mark.parametrize("name", ["unet", "flux"])  # (SD3's own processor does not run with dual attention)
-def test_fused_projections_are_diffusers_own(name: str) -> None:
-    """They leave the adapters of q, k and v out, with us or without."""
-    model = adapted(name)
-    twin = copy.deepcopy(model)
-    loraaccel.patch(model)
-    for m in (model, twin):
-        m.fuse_qkv_projections()
-    with counted() as calls:
-        y = output(model, name)
-    assert calls == {"lora_linear": counts(name)["lora_linear"]}
-    assert distance(y, output(twin, name)) < 1e-5
-    for m in (model, twin):
-        m.unfuse_qkv_projections()
-    assert distance(output(model, name), output(twin, name)) < 1e-5
-    check(model, inputs(name), counts(name), MODELS[name][2])
-
-
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_layerwise_casting(patched_first: bool) -> None:
-    """Weights are kept in another type between calls: each layer then needs its own call."""
-    model = adapted("unet")
-    twin = copy.deepcopy(model)
-    if patched_first:
-        loraaccel.patch(model)
-    for m in (model, twin):
-        m.enable_layerwise_casting(storage_dtype=BF16, compute_dtype=F32)
-    if not patched_first:
-        loraaccel.patch(model)
-    with counted() as calls:
-        y = output(model, "unet")
-    assert "lora_qkv" not in calls
-    # (diffusers puts a hook on LoRA layers as well: a forward in the place of theirs, which patch() leaves there)
-    assert sum(calls.values()) == (sum(counts("unet").values()) if patched_first else 0)
-    assert distance(y, output(twin, "unet")) < 1e-5
-
-
-def test_offloading_hooks() -> None:
-    """accelerate's hooks replace the forward of every module that they are put on."""
-    accelerate = pytest.importorskip("accelerate")
-    model = adapted("unet")
-    own = output(model, "unet")
-    loraaccel.patch(model)
-    hooked = accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu")
-    assert distance(output(hooked, "unet"), own) < 1e-5
-    accelerate.hooks.remove_hook_from_module(hooked, recurse=True)
-    assert distance(output(hooked, "unet"), own) < 1e-5
-    assert loraaccel.unpatch(hooked) == len(lora_layers(hooked))
-    assert distance(output(hooked, "unet"), own) < 1e-6
-
-
-def test_attention_slicing_and_back() -> None:
-    model = adapted("unet")
-    loraaccel.patch(model, strict=True)
-    model.set_attention_slice(1)
-    check(model, inputs("unet"), counts("unet"), call_unet)
-    model.set_default_attn_processor()
-    check(model, inputs("unet"), counts("unet"), call_unet)
-
-
-def test_scale_given_with_the_call() -> None:
-    """cross_attention_kwargs' scale: diffusers scales the layers before the call and back after it."""
-    model = adapted("unet")
-    loraaccel.patch(model, strict=True)
-    with torch.no_grad():
-        half = [call_unet(model, *inputs("unet"), cross_attention_kwargs={"scale": s}) for s in (1.0, 0.5)]
-        with loraaccel.disabled():
-            own = [call_unet(model, *inputs("unet"), cross_attention_kwargs={"scale": s}) for s in (1.0, 0.5)]
-    assert all(distance(a, b) < 1e-5 for a, b in zip(half, own, strict=True))
-    assert distance(half[0], half[1]) > 1e-3
-
-
-def test_added_adapter_needs_another_patch() -> None:
-    model = adapted("unet")
-    loraaccel.patch(model, strict=True)
-    model.add_adapter(config(target_modules=["ff.net.2"]), "b")
-    model.set_adapters(["default", "b"])
-    with loraaccel.disabled():
-        own = output(model, "unet")
-    with counted() as calls:
-        assert distance(output(model, "unet"), own) < 1e-5
-    assert calls == counts("unet")
-    loraaccel.patch(model)
-    with counted() as calls:
-        assert distance(output(model, "unet"), own) < 1e-5
-    assert calls == counts("unet") | {"lora_linear": counts("unet")["lora_linear"] + 4}
-
-
-SCRIPT = """
-import torch
-from diffusers.models.attention_processor import Attention
-from peft import LoraConfig, inject_adapter_in_model
-from loraaccel.integrations import group_scope
-
-group_scope.MIN_WORK = 0
-model = torch.nn.ModuleDict({"attn": Attention(16, heads=2, dim_head=8)})
-inject_adapter_in_model(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]), model)
-model["attn"](torch.ones(2, 5, 16)).sum().backward()
-import loraaccel
-print(loraaccel.info()["calls"]["fused"])
-"""
-
-
-def test_the_launcher_groups_what_is_injected(run_python: Any, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    result = run_python(
-        "from loraaccel.cli.run import run; run()", "--use-cpp-kernel", "on", str(tmp_path / "train.py")
-    )
-    assert "{'lora_qkv': 3, 'lora_linear': 1}" in result.stdout, result.stderr
-    assert "lora_linear: 4 of 4 layers fused, 4 calls" in result.stderr

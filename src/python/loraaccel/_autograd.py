@@ -176,14 +176,8 @@ class LoraLinearFunction(torch.autograd.Function):
                     grad, x, weight, a, b, hidden, scalings, dropouts, seed, mask, packed, *masks
                 )
         wanted = iter(computed)
-        grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
-        if dtypes is not None:
-            # Through autocast's type, the bias's too: as where autocast's casts are recorded (compiled code).
-            grads[:3] = [
-                None if g is None else g.to(x.dtype).to(t) for g, t in zip(grads[:3], dtypes, strict=True)
-            ]
-        gx, gw, gb, *gab = _refuse_double_backward(grads, (grad, x, weight, *adapters))
-        return gx, gw, gb, None, None, None, *gab
+        grads = [next(wanted) if m else None for m in mask]
+        return _linear_gradients(grads, dtypes, (grad, x, weight, *adapters))
 
     @staticmethod
     def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
@@ -195,12 +189,21 @@ class LoraLinearFunction(torch.autograd.Function):
         x, weight, *adapters = kept_or_shape(saved, likes)
         needs = ctx.needs_input_grad
         computed = _eager.lora_linear_backward(grad, x, weight, adapters, hidden, scalings)
-        wanted = zip(computed, [*needs[:3], *needs[6:]], strict=True)
-        gx, gw, gb, *gab = [g if m else None for g, m in wanted]
-        if dtypes is not None:
-            x_w_b = zip((gx, gw, gb), dtypes, strict=True)
-            gx, gw, gb = [None if g is None else g.to(x.dtype).to(t) for g, t in x_w_b]
-        return gx, gw, gb, None, None, None, *gab
+        grads = [g if m else None for g, m in zip(computed, [*needs[:3], *needs[6:]], strict=True)]
+        return _linear_gradients(grads, dtypes, (grad, x, weight, *adapters))
+
+
+def _linear_gradients(
+    grads: list[Tensor | None], dtypes: Sequence[Any] | None, sources: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """What LoraLinearFunction.backward returns. dtypes: of x, weight and bias before autocast; sources: grad, x as it
+    was used, and the rest."""
+    if dtypes is not None:
+        # Through autocast's type, the bias's too: as where autocast's casts are recorded (compiled code).
+        used = sources[1].dtype
+        grads[:3] = [None if g is None else g.to(used).to(t) for g, t in zip(grads[:3], dtypes, strict=True)]
+    gx, gw, gb, *gab = _refuse_double_backward(grads, sources)
+    return gx, gw, gb, None, None, None, *gab
 
 
 def _is_batched(grad: Tensor) -> bool:

@@ -41,10 +41,10 @@ def install(model: nn.Module) -> None:
 
 def release(model: nn.Module) -> None:
     """Gives back the layers that have got LoRA since: a LoRA module wants torch's own class in its frozen half."""
-    owned = _inside_lora(model)
-    for module in model.modules():
-        state = patched.state_of(module) if id(module) in owned else None
-        if state is not None and state.host is HOST:
+    ours = [m for m in model.modules() if (state := patched.state_of(m)) is not None and state.host is HOST]
+    owned = _inside_lora(model) if ours else ()
+    for module in ours:
+        if id(module) in owned:
             patched.remove(module)
 
 
@@ -62,9 +62,11 @@ def why_not_module(module: nn.Module) -> str:
 
 
 def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Form | str:
-    """What stands for a call, or a reason code."""
+    """What stands for a call; else why torch's own forward runs (in a word, which nobody counts)."""
     if _state.off():
         return "switched_off"
+    if nn.Linear.forward is not peft._linear_forward:  # somebody replaced it for all linear layers
+        return "forward_replaced"
     if compiling:
         return "compiled"
     if len(args) != 1 or kwargs:
@@ -76,7 +78,7 @@ def form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], co
     x = args[0]
     if not torch.is_grad_enabled() or not isinstance(x, Tensor) or not x.requires_grad:
         return "no_gradient"
-    if type(x) is not Tensor or not peft._dense(x):
+    if type(x) not in peft._PLAIN or not peft._dense(x):
         return "tensor_subclass"
     reason = why_not_module(module)
     if reason:

@@ -19,6 +19,10 @@ from loraaccel.integrations import peft
 from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import LoraLinearCall, lora_qkv_adapters
 
+# The hooks on saved tensors that are in force, by which a checkpoint is known; torch 2.7 and older cannot be asked.
+saved_tensors_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
 MIN_WORK = 2**26  # multiplications; about half a millisecond on two cores in float32
 # The innermost attention module whose forward runs in this thread.
 current: ContextVar[Scope | None] = ContextVar("loraaccel_group_scope", default=None)
@@ -158,7 +162,7 @@ def _pays(call: LoraLinearCall, count: int) -> bool:
 
 def _surroundings(x: Tensor) -> tuple[Any, ...]:
     """What must be as it was for a result to stand: x, whether and for whom gradients are recorded, our switch."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = None if saved_tensors_hooks is None else saved_tensors_hooks(True)
     version = -1 if x.is_inference() else x._version
     return version, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, _state.off()
 

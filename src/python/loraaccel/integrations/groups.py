@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from loraaccel import _state
-from loraaccel.integrations import patched
+from loraaccel.integrations import group_scope, patched
 from loraaccel.integrations.group_scope import Blocks, Round, Scope, current
 
 # Names of diffusers' attention modules: of their own input, and of a second one (joint attention).
@@ -57,7 +57,10 @@ class GroupState:
 
 
 def install(model: nn.Module) -> None:
-    """Patches the attention modules of a model whose LoRA layers are patched."""
+    """Patches the attention modules of a model whose LoRA layers are patched. Not where torch cannot tell what a
+    checkpoint will repeat: there each layer runs by itself."""
+    if group_scope.saved_tensors_hooks is None:
+        return
     for name, module in model.named_modules():
         members = _members(module)
         state = module.__dict__.get(ATTRIBUTE)
@@ -188,8 +191,7 @@ def _repetition() -> int:
     """1 in a call that an activation checkpoint will make again, -1 in that other one, 0 in any other call."""
     if torch._C._current_graph_task_id() != -1:
         return -1
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None:
+    if group_scope.saved_tensors_hooks is not None and group_scope.saved_tensors_hooks(True) is not None:
         return 1
     if torch.is_grad_enabled():
         return 0
