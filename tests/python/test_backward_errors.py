@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 from attention_models import block
+from kohya_modules import LoRAModule
 from torch import Tensor, nn
 
 import loraaccel
-from loraaccel import _autograd, _delta, _qkv
+from loraaccel import _autograd, _delta, _expand, _qkv
 from loraaccel.integrations import group_scope
 from loraaccel.integrations.patched import PatchState, state_of
 
@@ -157,6 +159,97 @@ def test_a_foreign_frozen_layer_says_where_too(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RuntimeError) as error:
         y.backward()
     assert "backward pass of base_model.model.first (lora_delta, gradient [3, 16]" in notes(error.value)
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], Any, str]] = {
+    "linear": ("linear", {}, _autograd, "lora_linear"),
+    "linear, drawn masks": ("linear", {"dropout": 0.3, "rank_dropout": 0.3}, _autograd, "lora_linear"),
+    "frozen forward": ("foreign", {}, _delta, "lora_delta"),
+    "frozen forward, drawn masks": ("foreign", {"rank_dropout": 0.3}, _delta, "lora_delta"),
+    "convolution": ("conv", {}, _expand, "lora_conv2d"),
+    "convolution, drawn masks": ("conv", {"dropout": 0.3, "rank_dropout": 0.3}, _expand, "lora_conv2d"),
+    "split": ("split", {}, _qkv, "lora_linear"),
+    "split, drawn masks": ("split", {"dropout": 0.3, "rank_dropout": 0.3}, _qkv, "lora_linear"),
+}
+
+
+@pytest.mark.parametrize("size", [4, 12])  # of an image: torch's convolution, our product
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_auto_goes_on_in_kohyas_modules(
+    name: str, dtype: torch.dtype | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their masks are drawn by the host, so that plain torch has them too."""
+    form, options, home, operator = FORMS[name]
+    torch.manual_seed(3)
+    layer: Any = nn.Conv2d(8, 130, 3, padding=1) if form == "conv" else nn.Linear(8, 12)
+    if form == "foreign":
+        layer.forward = types.MethodType(
+            lambda self, x: nn.functional.linear(x, self.weight, self.bias), layer
+        )
+    layer.requires_grad_(False)
+    split = [4, 8] if form == "split" else None
+    module = LoRAModule("unet_here", layer, 0.5, 4, 2.0, split_dims=split, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    module.apply_to()
+    shape = (2, 8, size, size) if form == "conv" else (2, size, 8)
+    x = torch.randn(shape)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(7)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            y = layer(leaf)
+        wanted = [leaf, *module.parameters()]
+        return list(torch.autograd.grad(y.float().square().sum(), wanted))
+
+    expected = run()
+    loraaccel.patch(module)
+    state = state_of(module)
+    assert state is not None
+    state.roll_back = True
+    assert all(
+        relative(g, e) < (1e-5 if dtype is None else 3e-2) for g, e in zip(run(), expected, strict=True)
+    )
+    monkeypatch.setattr(home, "backward_op", broken)
+    with pytest.warns(RuntimeWarning, match=rf"backward pass of .*\({operator}, gradient.*out of everything"):
+        got = run()
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype == e.dtype
+        assert relative(g, e) < (1e-5 if dtype is None else 3e-2)
+    assert state.reason == "native_error"
+    assert all(torch.equal(g, e) for g, e in zip(run(), expected, strict=True))  # its own forward
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.skipif(group_scope.saved_tensors_hooks is None, reason="this torch is too old for groups")
+def test_auto_goes_on_after_an_error_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, whose call it was, is given up; k and v stay."""
+    monkeypatch.setattr(group_scope, "MIN_WORK", 0)
+    model, x = block(), torch.randn(2, 5, 16)
+    expected = gradients(model, x)
+    loraaccel.patch(model)
+    states = {
+        name.split(".")[-1]: state for name, m in model.named_modules() if (state := state_of(m)) is not None
+    }
+    in_auto_mode(states)
+    real = _qkv.backward_op
+    monkeypatch.setattr(_qkv, "backward_op", broken)
+    with pytest.warns(RuntimeWarning, match=r"backward pass of .*to_q \(lora_qkv.*out of everything"):
+        got = gradients(model, x)
+    monkeypatch.setattr(_qkv, "backward_op", real)
+    again = gradients(model, x)
+    assert got.keys() == again.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert relative(got[name], gradient) < 1e-5, name
+        assert relative(again[name], gradient) < 1e-5, name
+    assert {name for name, state in states.items() if state.reason} == {"to_q"}
+    assert states["to_q"].own["native_error"] == 1
+    assert states["to_k"].own == states["to_v"].own == {}
 
 
 @pytest.mark.skipif(group_scope.saved_tensors_hooks is None, reason="this torch is too old for groups")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from typing import Any
 
@@ -272,6 +273,36 @@ def test_a_class_that_does_something_else_keeps_its_forward(cls: Any) -> None:
     y = layer(x)
     torch.manual_seed(1)
     assert torch.equal(y, cls.forward(module, x))
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "functools.wraps"])
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_class_whose_forward_is_wrapped_keeps_the_wrapper(wrapper: str, applied: bool) -> None:
+    """A profiler's range, a counter: the values are the formula's, and still what was put there runs, and is named."""
+    calls = []
+
+    def wrapped(original: Any) -> Any:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return original(self, x)
+
+        def silent(self: Any, x: Tensor) -> Tensor:
+            return original(self, x)
+
+        return functools.wraps(original)(silent) if wrapper == "functools.wraps" else forward
+
+    class Ranged(LoRAModule):
+        forward = wrapped(LoRAModule.forward)
+
+    layer, module = made("linear", Ranged, apply=applied)
+    report = patch(module)
+    if not applied:  # nothing tells it from any other module
+        assert report.reasons == {}
+        return
+    assert (report.num_fused, report.reasons) == (0, {"unknown_forward": 1})
+    x = input_of("linear")
+    assert torch.equal(layer(x), LoRAModule.forward(module, x))
+    assert calls == ([] if wrapper == "functools.wraps" else [len(x)])
 
 
 def test_the_proof_leaves_the_generator_alone() -> None:

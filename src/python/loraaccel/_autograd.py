@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from loraaccel import _eager, _packing, _state
+from loraaccel import _eager, _in_torch, _packing, _state
 from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
@@ -183,13 +183,21 @@ class LoraLinearFunction(torch.autograd.Function):
     def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
         """The gradients where the operator fails; None with dropout, whose masks only native code makes."""
         likes, scalings, dropouts, _, dtypes, masks = ctx.rest
-        if any(dropouts) or masks:
+        rank_dropouts, adapter_ids, rank_factors = masks or RankMasks()
+        if any((*dropouts, *rank_dropouts)):
             return None
-        hidden, *saved = ctx.saved_tensors
+        _, *saved = ctx.saved_tensors
         x, weight, *adapters = kept_or_shape(saved, likes)
-        needs = ctx.needs_input_grad
-        computed = _eager.lora_linear_backward(grad, x, weight, adapters, hidden, scalings)
-        grads = [g if m else None for g, m in zip(computed, [*needs[:3], *needs[6:]], strict=True)]
+        needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]]
+
+        def formula(x: Tensor, weight: Tensor, bias: Tensor, *ab: Tensor) -> Tensor:
+            base = torch.nn.functional.linear(x, weight, bias)
+            return _eager.lora_delta(
+                x, base, ab[0::2], ab[1::2], scalings, dropouts, (), 0.0, adapter_ids, rank_factors
+            )
+
+        bias = weight.new_zeros(weight.shape[0])  # any: its gradient does not depend on it
+        grads = _in_torch.gradients(formula, (x, weight, bias, *adapters), needs, [grad])
         return _linear_gradients(grads, dtypes, (grad, x, weight, *adapters))
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from loraaccel import _autograd, _core, _expand
+from loraaccel import _autograd, _core, _expand, _in_torch
 from loraaccel._autograd import _below_autograd, autocast_dtype
 from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autograd, register_fake
@@ -190,16 +191,39 @@ class _LoraConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, lora_b, *saved = ctx.saved_tensors
         x, weight, lora_a = kept_or_shape(saved, ctx.likes)
-        scaling, numbers, (x_dtype, w_dtype, b_dtype) = ctx.rest
-        gx, gw, gb, ga, gup = _gradients(
+        scaling, numbers, _ = ctx.rest
+        found = _gradients(
             grad, x, weight, lora_a, lora_b, hidden, scaling, numbers, ctx.needs_input_grad[:5]
         )
+        return _LoraConv.finish(ctx, found, (grad, x, weight, lora_a, lora_b))
+
+    @staticmethod
+    def finish(ctx: Any, found: Sequence[Tensor | None], sources: Sequence[Tensor]) -> Any:
+        """What backward() returns. found: of x, weight and bias as they were used, A and B."""
+        x_dtype, w_dtype, b_dtype = ctx.rest[2]
+        gx, gw, gb, ga, gup = found
         grads = [
             None if gx is None else gx.to(x_dtype), None if gw is None else gw.to(w_dtype),
             None if gb is None else gb.to(b_dtype), ga, gup,
         ]  # fmt: skip
-        sources = (grad, x, weight, lora_a, lora_b)
         return (*_autograd._refuse_double_backward(grads, sources), None, None, None)
+
+    @staticmethod
+    def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
+        _, lora_b, *saved = ctx.saved_tensors
+        x, weight, lora_a = kept_or_shape(saved, ctx.likes)
+        scaling, numbers, _ = ctx.rest
+
+        def formula(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            hidden = F.conv2d(x.to(a.dtype), a, None, *numbers)
+            return F.conv2d(x, weight, bias, *numbers) + scaling * F.conv2d(
+                hidden, b.reshape(*b.shape[:2], 1, 1)
+            )
+
+        bias = weight.new_zeros(weight.shape[0])  # any: its gradient does not depend on it
+        operands = (x, weight, bias, lora_a, lora_b)
+        found = _in_torch.gradients(formula, operands, ctx.needs_input_grad[:5], [grad])
+        return _LoraConv.finish(ctx, found, (grad, x, weight, lora_a, lora_b))
 
 
 @register_fake("lora_conv2d")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from loraaccel import _autograd
+from loraaccel import _autograd, _eager, _in_torch
 from loraaccel._autograd import _below_autograd
 from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autograd, register_fake
@@ -70,6 +70,26 @@ class LoraDeltaFunction(torch.autograd.Function):
             )  # fmt: skip
         wanted = iter(computed)
         grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
+        gx, *gab = _autograd._refuse_double_backward(grads, (grad, x, *adapters))
+        return gx, grad if needs[1] else None, None, *gab
+
+    @staticmethod
+    def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
+        """As LoraLinearFunction's."""
+        likes, call = ctx.rest
+        if any((*call.dropouts, *call.rank_dropouts, call.output_dropout)):
+            return None
+        _, *saved = ctx.saved_tensors
+        x, *adapters = kept_or_shape(saved, likes)
+        needs = ctx.needs_input_grad
+
+        def formula(x: Tensor, *ab: Tensor) -> Tensor:
+            return _eager.lora_delta(
+                x, torch.zeros_like(grad), ab[0::2], ab[1::2], call.scalings, call.dropouts, (), 0.0,
+                call.adapter_ids, call.rank_factors,
+            )  # fmt: skip
+
+        grads = _in_torch.gradients(formula, (x, *adapters), [needs[0], *needs[3:]], [grad])
         gx, *gab = _autograd._refuse_double_backward(grads, (grad, x, *adapters))
         return gx, grad if needs[1] else None, None, *gab
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraaccel import _autograd, _state
+from loraaccel import _autograd, _in_torch, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import scaled_factors
 from loraaccel._operators import operator, register_autograd, register_fake
@@ -102,5 +102,20 @@ def _backward(ctx: Any, grad: Tensor | None) -> Any:
     return grad, gh, gb, None, None
 
 
-register_autograd("lora_expand", _backward, setup_context=_setup_context)
+def _backward_in_torch(ctx: Any, grad: Tensor | None) -> Any:
+    """For _LoraConv's kin, whose frozen half is torch's already."""
+    hidden, lora_b = ctx.saved_tensors
+
+    def formula(hidden: Tensor, lora_b: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, lora_b.dtype)
+        hidden, lora_b = hidden.to(wide), lora_b.to(wide)
+        if not ctx.channels_first:
+            return (hidden @ lora_b.transpose(0, 1)) * ctx.scaling
+        return torch.tensordot(hidden.movedim(1, -1), lora_b, ([-1], [1])).movedim(-1, 1) * ctx.scaling
+
+    gh, gb = _in_torch.gradients(formula, (hidden, lora_b), ctx.mask, [grad])
+    return grad, gh, gb, None, None
+
+
+register_autograd("lora_expand", _backward, setup_context=_setup_context, in_torch=_backward_in_torch)
 register_autograd("lora_expand_backward", _autograd._backward_of_backward)

@@ -42,12 +42,15 @@ def register_fake(name: str) -> Callable[[F], F]:
 
 
 def register_autograd(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., Any] | None = None,
+    in_torch: Callable[..., Any] | None = None,
 ) -> None:
     """The formula for whoever calls the operator itself: compiled code, direct users of torch.ops, operators whose
-    eager path has no autograd.Function."""
+    eager path has no autograd.Function. in_torch: the same in plain torch, for a layer that is to be given up."""
     if setup_context is not None:
-        backward, setup_context = _layers.naming(backward), _layers.remembering(setup_context)
+        backward, setup_context = _layers.naming(backward, in_torch), _layers.remembering(setup_context)
     if REGISTERED:
         torch.library.register_autograd(f"loraaccel::{name}", backward, setup_context=setup_context)
     else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from loraaccel import _autograd
+from loraaccel import _autograd, _eager, _in_torch
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
 from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
@@ -157,6 +157,10 @@ class LoraQkvFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return _group_backward(ctx, grads)
 
+    @staticmethod
+    def backward_in_torch(ctx: Any, *grads: Tensor | None) -> Any:
+        return _group_backward_in_torch(ctx, grads)
+
 
 @says_layer
 class LoraQkvPackedFunction(torch.autograd.Function):
@@ -171,6 +175,10 @@ class LoraQkvPackedFunction(torch.autograd.Function):
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         return _group_backward(ctx, grad.split(ctx.sizes, dim=-1))
+
+    @staticmethod
+    def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
+        return _group_backward_in_torch(ctx, grad.split(ctx.sizes, dim=-1))
 
 
 def _forward(ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
@@ -203,6 +211,37 @@ def _group_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
             present, [g is not None for g in grads], x, weights, adapters[0::2], adapters[1::2],
             call.adapters, hidden, call.scalings, call.dropouts, seed, mask, *call.masks,
         )  # fmt: skip
+    return (None, *finish_backward(ctx, call, computed, mask, (*present, x, *weights, *adapters)))
+
+
+def _group_backward_in_torch(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    """The gradients where the operator fails; None with dropout, whose masks only native code makes."""
+    call: GroupCall = ctx.call
+    if call.dropped:
+        return None
+    _, _, *saved = ctx.saved_tensors
+    x, weights, adapters = kept_operands(call, saved, ctx.likes)
+    need_x, _, *needs = ctx.needs_input_grad[1:]
+    mask = call.mask_of_used(need_x, needs, grads)
+    operands, at = [x], 0
+    for w, count in zip(weights, call.adapters, strict=True):
+        bias = w.new_zeros(w.shape[0])  # any: its gradient does not depend on it
+        operands += [w, bias, *adapters[at : at + 2 * count]]
+        at += 2 * count
+
+    def formula(x: Tensor, *layers: Tensor) -> tuple[Tensor, ...]:
+        following, scalings = iter(layers), iter(call.scalings)
+        ws, biases, pairs, scales = [], [], [], []
+        for count in call.adapters:
+            ws.append(next(following))
+            biases.append(next(following))
+            pairs.append([(next(following), next(following)) for _ in range(count)])
+            scales.append([next(scalings) for _ in range(count)])
+        return _eager.lora_qkv(x, ws, biases, pairs, scales, None, (), call.rank_factors)
+
+    found = _in_torch.gradients(formula, operands, mask, grads)
+    computed = [g for g, m in zip(found, mask, strict=True) if m]
+    present = [g for g in grads if g is not None]
     return (None, *finish_backward(ctx, call, computed, mask, (*present, x, *weights, *adapters)))
 
 

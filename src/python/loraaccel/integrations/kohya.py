@@ -24,6 +24,7 @@ from loraaccel.integrations.kohya_formula import (
     factors_of,
     follows_formula,
     formula,
+    is_applied,
     is_class,
     mode_of,
     module_dropped,
@@ -43,13 +44,16 @@ _FORWARDS: dict[Any, Any] = {nn.Linear: peft._linear_forward, nn.Conv2d: nn.Conv
 def kind_of(module: nn.Module) -> str | None:
     """The operator's name for a module of this kind, its class name where there is none, None for anything else."""
     own = _own_class(module)
-    if not is_class(own):
+    needed, down = {"lora_down", "lora_up", "multiplier", "scale"}, module._modules.get("lora_down")
+    if is_class(own):
+        product = kohya_products.kind_of_class(own)
+        if product:
+            return kohya_products.operator_of(module, product)
+        if not needed <= names_of(own):
+            return own.__name__
+    elif not is_applied(module):
         return None
-    product = kohya_products.kind_of_class(own)
-    if product:
-        return kohya_products.operator_of(module, product)
-    down = module._modules.get("lora_down")
-    if down is None or not {"lora_down", "lora_up", "multiplier", "scale"} <= names_of(own):
+    elif not all(hasattr(module, name) for name in needed):
         return own.__name__
     if isinstance(down, nn.Conv2d):
         return "lora_conv2d"

@@ -36,6 +36,12 @@ def is_class(cls: Any) -> bool:
     return "org_forward" in names_of(cls)
 
 
+def is_applied(module: nn.Module) -> bool:
+    """A module that has taken a frozen layer's place, whatever its class's forward looks like: a profiler or another
+    extension may have put its own function there."""
+    return callable(getattr(module, "apply_to", None)) and callable(module.__dict__.get("org_forward"))
+
+
 def formula(module: Any, x: Tensor, base: Tensor | None = None) -> Tensor:
     """What such a module computes, in plain torch: y = base(x) + multiplier · scale · up(R ∘ H ∘ down(x)).
 
@@ -87,7 +93,9 @@ def names_of(cls: Any, methods: Sequence[str] = ("forward", "default_forward")) 
     for name in methods:
         code = getattr(getattr(cls, name, None), "__code__", None)
         if isinstance(code, CodeType):
-            found |= names_in(code)
+            found |= names_in(code) | set(
+                code.co_freevars
+            )  # (those of a wrapper: the function that it wraps)
     return frozenset(found)
 
 
