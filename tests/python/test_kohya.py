@@ -337,6 +337,38 @@ def test_inference_modules() -> None:
     assert (state.fused, state.own) == (2, {"disabled": 1, "regional": 1})
 
 
+@pytest.mark.parametrize("packing", ["auto", "always"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_VA1_merged_and_restored_weights(dtype: torch.dtype, packing: Any) -> None:
+    """The host writes the sum into the frozen layer in place and later its own copy back, a new adapter each time: no
+    copy of ours outlives a change, and in the end every byte is the first one."""
+    layer, module = made("linear", LoRAInfModule, dtype=dtype)
+    x = input_of("linear").to(dtype)
+    patch(module)
+    kept = {name: t.clone() for name, t in layer.state_dict().items()}
+    loraaccel.set_packing(packing)
+    try:
+        with torch.no_grad():
+            first = layer(x)
+            for cycle in range(20):
+                torch.manual_seed(cycle)
+                nn.init.normal_(module.lora_up.weight, std=0.3)
+                delta = (module.lora_up.weight @ module.lora_down.weight) * module.multiplier * module.scale
+                merged = layer.weight + delta
+                layer.load_state_dict({"weight": merged, "bias": layer.bias.clone()})
+                module.enabled = False
+                assert torch.equal(layer(x), nn.functional.linear(x, merged, layer.bias))
+                layer.load_state_dict(kept)
+                module.enabled = True
+                expected = LoRAInfModule.forward(module, x)
+                assert_alike([layer(x)], [expected], BOUND[dtype])
+    finally:
+        loraaccel.set_packing("auto")
+    assert state_of(module).fused == 21
+    assert all(torch.equal(t, kept[name]) for name, t in layer.state_dict().items())
+    assert not torch.equal(first, layer(x))
+
+
 def test_multiplier_is_followed() -> None:
     layer, module = made("linear")
     x = input_of("linear")
