@@ -14,7 +14,11 @@ import pytest
 from sdscripts_compare import FLOAT32, SIXTEEN_BITS, assert_alike, assert_same_bytes
 from sdscripts_runs import Trainer
 
-FOLDERS = [folder for folder in os.environ.get("LORAACCEL_LYCORIS_DIRS", "").split(os.pathsep) if folder]
+FOLDERS = [
+    os.path.abspath(folder)
+    for folder in os.environ.get("LORAACCEL_LYCORIS_DIRS", "").split(os.pathsep)
+    if folder
+]
 if not FOLDERS and importlib.util.find_spec("lycoris") is None:
     pytest.skip("no LyCORIS here, and LORAACCEL_LYCORIS_DIRS names none", allow_module_level=True)
 ALGORITHMS = {
