@@ -249,7 +249,7 @@ def hosts(session: nox.Session) -> None:
         session.error("expected --sd-scripts and a checkout of kohya-ss/sd-scripts")
     install_build_tools(session, *PYPROJECT["project"]["dependencies"], *SDSCRIPTS, "pytest>=8")
     session.install("--no-build-isolation", "--no-deps", ".")
-    folders = [Path(session.create_tmp()).resolve() / f"lycoris-{version}" for version in LYCORIS]
+    folders = [ROOT / "build" / "nox-hosts" / f"lycoris-{version}" for version in LYCORIS]
     for version, folder in zip(LYCORIS, folders, strict=True):
         shutil.rmtree(folder, ignore_errors=True)
         session.install("--no-deps", "--target", str(folder), f"lycoris-lora=={version}")
