@@ -227,8 +227,11 @@ Status check_end(const std::string& path, const SafetensorsHeader& header, uint6
   const uint64_t data = header.entries.empty() ? 0 : header.entries.back().end;
   const uint64_t found = file_size - 8 - length;
   if (found == data) return {};
+  uint64_t total;
+  const bool fits = !__builtin_add_overflow(8 + length, data, &total);
   return malformed(path, "expected 8 + " + std::to_string(length) + " + " + std::to_string(data) +
-                             " bytes, found " + std::to_string(file_size) +
+                             (fits ? " = " + std::to_string(total) : "") + " bytes, found " +
+                             std::to_string(file_size) +
                              (found < data ? ": the file is incomplete, download or copy it again"
                                            : ": there are bytes after the last tensor"));
 }

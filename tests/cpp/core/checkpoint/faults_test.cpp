@@ -22,7 +22,7 @@ struct Faults {
   bool stays_broken = false;
   int error = EIO;
   size_t most_written = SIZE_MAX;  // by one call
-  std::string failed;              // the call that failed first
+  std::string failed = "";         // the call that failed first
 
   bool fails(const char* call) {
     const int number = calls++;
@@ -114,7 +114,8 @@ TEST_F(SaveFaults, VW2AnErrorAtEveryCall) {
   ASSERT_EQ(read_file(path_), complete_);
   std::vector<std::string> seen;
   for (const bool stays_broken : {false, true}) {
-    for (const int error : {EIO, ENOSPC, EDQUOT}) {
+    {
+      const int error = stays_broken ? ENOSPC : EIO;
       for (int call = 0; call < none.calls; ++call) {
         write_file(path_, "the old file");
         Faults one{

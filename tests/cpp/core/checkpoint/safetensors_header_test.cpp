@@ -189,7 +189,7 @@ TEST(SafetensorsHeader, VR7OtherFormats) {
   expect_refused("<!DOCTYPE html>" + tail, {"web page"});
   expect_refused("version https://git-lfs.github.com/spec/v1\noid sha256:0", {"Git LFS"});
   expect_refused("{\"weight_map\": {}}" + tail, {"JSON"});
-  for (const char* start : {"PK\x03\x04", "GGUF", "<html>", "version https"})
+  for (const char* start : {"PK\x03\x04", "GGUF", "<html>", "version https://git-lfs"})
     EXPECT_EQ(open_bytes(start + tail).message().find("header of"), std::string::npos);
   // A header of 123 bytes: its length begins with '{' and is none of these.
   std::string json = "{" + entry("t", "U8", "[1]", "[0,1]");
@@ -208,16 +208,16 @@ TEST(SafetensorsHeader, JsonRules) {
        R"({"t":{"data_offsets":[0,1],"shape":[1],"dtype":"\u0055\u0038"}})" + std::string()})
     EXPECT_TRUE(open_bytes(file_of(json, 1)).ok())
         << json << open_bytes(file_of(json, 1)).message();
-  for (const std::string& json :
-       {"[" + t + "]", "{" + t + "}\0" + std::string(1, '\0'), "{" + t, "{" + t + ",}", "{,}",
-        "{" + t + "}}", "{'t':1}", std::string("null"), std::string(""),
-        std::string("\xEF\xBB\xBF{}"),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":01}})" + std::string(),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1e999}})" + std::string(),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":NaN}})" + std::string(),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":"\x"}})" + std::string(),
-        R"({"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})" + std::string(),
-        "{\"a\nb\":{}}", std::string("{\"t\":1}"), std::string("{\"t\":{}}")})
+  for (const std::string& json : std::vector<std::string>{
+           "[" + t + "]", "{" + t + "}\0" + std::string(1, '\0'), "{" + t, "{" + t + ",}", "{,}",
+           "{" + t + "}}", "{'t':1}", std::string("null"), std::string(""),
+           std::string("\xEF\xBB\xBF{}"),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":01}})" + std::string(),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1e999}})" + std::string(),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":NaN}})" + std::string(),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":"\x"}})" + std::string(),
+           R"({"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})" + std::string(),
+           "{\"a\nb\":{}}", std::string("{\"t\":1}"), std::string("{\"t\":{}}")})
     expect_refused(file_of(json, 1), {});
   // Deep nesting ends with an error, not with the stack.
   std::string deep =
