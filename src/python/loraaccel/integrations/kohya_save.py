@@ -3,8 +3,8 @@ metadata, and the file.
 
 The host copies every tensor, makes the file in memory to hash it, and makes it again to write it. Here the core casts,
 hashes and writes in one pass (loraaccel.safetensors), and the target is the old file until the new one is complete. The
-file has the host's tensors, types, order, hashes and metadata; the order of the metadata's keys, which is another one at
-each save of the host's library, is by key.
+file has the host's tensors, types, order, hashes and metadata; the keys of the metadata, whose order is another one at
+each save of the host's library, are sorted.
 """
 
 from __future__ import annotations

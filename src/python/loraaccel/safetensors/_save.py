@@ -203,7 +203,8 @@ def save_in_background(
 
 @atexit.register
 def _finish() -> None:
-    for save in _unheard:
+    while _unheard:
+        save = _unheard[0]  # (wait() takes it out)
         try:
             save.wait()
         except Exception:  # noqa: BLE001  (told, and there is nobody else to tell)
