@@ -260,7 +260,8 @@ from kohya_modules import LoRAModule
 class Network(nn.Module):
     def __init__(self, unet):
         super().__init__()
-        self.loras = [LoRAModule(f"lora_unet_{n}", m, 1.0, 4, 2.0) for n, m in unet.named_modules() if type(m) is nn.Linear]
+        layers = {n: m for n, m in unet.named_modules() if type(m) is nn.Linear}
+        self.loras = [LoRAModule(f"lora_unet_{n}", m, 1.0, 4, 2.0) for n, m in layers.items()]
 
     def apply_to(self, text_encoder, unet):
         for lora in self.loras:
