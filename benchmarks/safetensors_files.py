@@ -1,9 +1,9 @@
 """Reading and writing safetensors files against the tools that it is done with today.
 
-    python benchmarks/safetensors_files.py save           # 400 MB, no cast, against a plain write() of the same bytes
-    python benchmarks/safetensors_files.py open           # one tensor of 2000 in a file of 2 GB, against safe_open
-    python benchmarks/safetensors_files.py load           # a LoRA file of 800 tensors, against safetensors.torch.load_file
-    python benchmarks/safetensors_files.py kohya --sd-scripts CHECKOUT     # against its save_weights, float32 to float16
+    python benchmarks/safetensors_files.py save  # 400 MB, no cast, against a plain write() of the same bytes
+    python benchmarks/safetensors_files.py open  # one tensor of 2000 in a file of 2 GB, against safe_open
+    python benchmarks/safetensors_files.py load  # a LoRA file of 800 tensors, against safetensors.torch.load_file
+    python benchmarks/safetensors_files.py kohya --sd-scripts CHECKOUT  # against its save_weights, float32 to float16
 
 `kohya` needs an interpreter with the packages that sd-scripts requires. Medians of interleaved rounds; ratios are medians
 of the ratio within a round: rival time / ours, above 1 ours is faster. Memory is the peak of a call above what was there
@@ -179,7 +179,9 @@ def kohya(folder: Path, rounds: int, checkout: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="+", choices=["save", "open", "load", "kohya"])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--folder", type=Path)

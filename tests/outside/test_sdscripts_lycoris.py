@@ -81,3 +81,18 @@ def test_auto(narrow: Trainer, name: str, precision: str, environment: dict[str,
     layers = auto.report["layers"]
     if all(layer["fused"] == 0 for layer in layers):
         assert_same_bytes(auto, plain)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "locon")) for n in ALGORITHMS]
+)
+def test_factored(narrow: Trainer, name: str, environment: dict[str, str]) -> None:
+    """Rebuilt weights computed from their factors: fused, and in float32 the same learning."""
+    options = options_of(narrow, name)
+    plain = narrow(options, environment=environment)
+    fused = narrow(options, ours=("--use-cpp-kernel", "on", "--factored"), environment=environment)
+    assert_alike(fused, plain, FLOAT32)
+    layers = fused.report["layers"]
+    assert layers
+    assert {layer["reason"] for layer in layers} == {""}
+    assert all(layer["fused"] > 0 and layer["own"] == 0 for layer in layers)

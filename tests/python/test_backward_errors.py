@@ -10,6 +10,7 @@ import torch
 from attention_models import block
 from kohya_modules import LoRAModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import loraaccel
 from loraaccel import _autograd, _delta, _expand, _qkv
@@ -173,6 +174,22 @@ FORMS: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 }
 
 
+def kohya_layer(form: str, size: int, **options: Any) -> tuple[Any, LoRAModule, Tensor]:
+    torch.manual_seed(3)
+    layer: Any = nn.Conv2d(8, 130, 3, padding=1) if form == "conv" else nn.Linear(8, 12)
+    if form == "foreign":
+        layer.forward = types.MethodType(
+            lambda self, x: nn.functional.linear(x, self.weight, self.bias), layer
+        )
+    layer.requires_grad_(False)
+    split = [4, 8] if form == "split" else None
+    module = LoRAModule("unet_here", layer, 0.5, 4, 2.0, split_dims=split, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    module.apply_to()
+    return layer, module, torch.randn((2, 8, size, size) if form == "conv" else (2, size, 8))
+
+
 @pytest.mark.parametrize("size", [4, 12])  # of an image: torch's convolution, our product
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FORMS)
@@ -220,6 +237,41 @@ def test_auto_goes_on_in_kohyas_modules(
         assert relative(g, e) < (1e-5 if dtype is None else 3e-2)
     assert state.reason == "native_error"
     assert all(torch.equal(g, e) for g, e in zip(run(), expected, strict=True))  # its own forward
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["linear", "convolution", "split", "frozen forward"])
+def test_auto_goes_on_inside_a_checkpoint(
+    name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint gives what was saved only once in a backward pass."""
+    form, options, home, operator = FORMS[name]
+    layer, module, x = kohya_layer(form, 12, **options)
+
+    def run() -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(layer, leaf, use_reentrant=reentrant)
+        for p in module.parameters():
+            p.grad = None
+        y.square().sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, *(p.grad for p in module.parameters())]
+
+    expected = run()
+    loraaccel.patch(module)
+    state = state_of(module)
+    assert state is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "backward_op", broken)
+        with pytest.raises(RuntimeError, match="out of everything") as error:
+            run()
+        assert f"({operator}, gradient" in notes(error.value)
+        state.roll_back = True
+        with pytest.warns(
+            RuntimeWarning, match=rf"backward pass of .*\({operator}, gradient.*out of everything"
+        ):
+            got = run()
+    assert all(relative(g, e) < 1e-5 for g, e in zip(got, expected, strict=True))
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -218,7 +220,10 @@ SCRIPTS = {
     "its own status": ("import sys; sys.exit(7)", 7, ""),
     "a message": ("import sys; sys.exit('no data')", 1, "no data"),
     "an error": ("def f():\n    raise ValueError('no such bucket')\nf()", 1, "ValueError: no such bucket"),
-    "no end": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "KeyboardInterrupt"),
+    "no end": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -2, "KeyboardInterrupt"),
+    "a cut file": ("import io, pickle; pickle.load(io.BytesIO(b''))", 1, "EOFError: Ran out of input"),
+    "an error of click's": ("import click; raise click.UsageError('mine')", 1, "UsageError: mine"),
+    "a pipe without a reader": ("raise BrokenPipeError(32, 'Broken pipe')", 1, "BrokenPipeError"),
 }
 
 
@@ -228,8 +233,17 @@ def test_the_script_ends_as_it_would(name: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text)
     done = start("-m", "loraaccel.run", "--report", "r.json", "script.py", cwd=tmp_path, code=code)
     assert message in done.stderr
+    assert "Usage:" not in done.stderr
     assert lines_of(done) == ["no LoRA modules: the script made none of a kind that loraaccel knows"]
     assert json.loads((tmp_path / "r.json").read_text())["layers"] == []
+
+
+def test_after_ctrl_c_what_was_registered_for_the_end_runs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import atexit, os, signal\natexit.register(print, 'SAVED')\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = start("-m", "loraaccel.run", "script.py", cwd=tmp_path, code=-2)
+    assert "SAVED" in done.stdout
 
 
 def test_a_report_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
@@ -259,12 +273,59 @@ def test_the_script_is_main(tmp_path: Path) -> None:
     )
     done = start("-m", "loraaccel.run", "deep/script.py", "--flag", cwd=tmp_path)
     assert "SUM 6" in done.stdout
-    assert "NAME __main__ deep/script.py ['deep/script.py', '--flag']" in done.stdout
+    assert f"NAME __main__ {tmp_path}/deep/script.py ['deep/script.py', '--flag']" in done.stdout
     assert "END found __main__" in done.stdout
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("import sys; print('MODULE', __name__, sys.argv[1:])")
     done = start("-m", "loraaccel.run", "-m", "package", "a", "b", cwd=tmp_path)
     assert "MODULE __main__ ['a', 'b']" in done.stdout
+
+
+def test_hooks_of_the_same_kind_ask_each_other_once(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "class Other:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        for finder in sys.meta_path:\n"
+        "            if finder is not self and (spec := finder.find_spec(name, path, target)):\n"
+        "                return spec\n"
+        "sys.meta_path.insert(0, Other())\n"
+        "import beside\n"
+        "print('WORD', beside.WORD)\n"
+    )
+    done = start("-m", "loraaccel.run", "-m", "loraaccel.run", "script.py", cwd=tmp_path)
+    assert "WORD found" in done.stdout
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_verify_sees_through_dropout_and_a_script_that_exits(rank: str, tmp_path: Path) -> None:
+    """PEFT's masks differ from the operator's: without them the two are compared. sys.exit(0) hides nothing, nor does
+    being another process than the first."""
+    (tmp_path / "script.py").write_text(
+        "import sys, torch\nfrom torch import nn\nfrom peft import LoraConfig, get_peft_model\n"
+        "import loraaccel.integrations.peft_forms as forms\n"
+        "right = forms.lora_linear_adapters\n"
+        "if sys.argv[1] == 'wrong':\n"
+        "    forms.lora_linear_adapters = lambda *a, **more: right(*a, **more) * 1.5\n"
+        "model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))\n"
+        "model = get_peft_model(model, LoraConfig(target_modules=['0', '2'], lora_dropout=0.5)).train()\n"
+        "model(torch.randn(3, 8)).sum().backward()\n"
+        "assert model.base_model.model[0].lora_dropout['default'].training\n"
+        "sys.exit(0)\n"
+    )
+    for word, code in (("right", 0), ("wrong", 1)):
+        done = start(
+            "-m", "loraaccel.run", "--use-cpp-kernel", "verify", "--report", f"{word}.json", "script.py", word,
+            cwd=tmp_path, code=code, RANK=rank,
+        )  # fmt: skip
+        failed = [line for line in lines_of(done) if " failed with 5.0e-01" in line]
+        assert len(failed) == (2 if word == "wrong" else 0)
+        assert (tmp_path / f"{word}.json").exists() == (rank == "0")
+        if rank == "0":
+            report = json.loads((tmp_path / f"{word}.json").read_text())
+            assert report["exit_code"] == code
+            assert all(layer["largest_error"] is not None for layer in report["layers"])
 
 
 def test_PEFT_in_a_script(tmp_path: Path) -> None:
@@ -347,6 +408,7 @@ def test_our_network_module(trainer: Path, tmp_path: Path) -> None:
     assert lines_of(ours) == [
         "lora_conv2d: 1 of 1 layers fused, 8 calls",
         "lora_linear: 1 of 1 layers fused, 8 calls",
+        "network: saved files, 0 calls; the trainer's own: 1 unknown_forward",
     ]
     files = [torch.load(tmp_path / f"{name}.pt") for name in ("plain", "ours")]
     assert files[1]["metadata"] == files[0]["metadata"]
@@ -373,6 +435,57 @@ def test_arguments_of_our_network_module(trainer: Path, tmp_path: Path) -> None:
     done = trained(trainer, "loraaccel.kohya", tmp_path / "b.pt", code=1, base_module="networks.nothing")
     assert "No module named 'networks.nothing'" in done.stderr
     assert not (tmp_path / "b.pt").exists()
+
+
+def test_the_network_module_follows_launcher_and_file(trainer: Path, tmp_path: Path) -> None:
+    """`use_cpp_kernel` is said in one place: network_args, the launcher's option, or the trainer's file."""
+    plain = start(
+        "-m", "loraaccel.run", "train.py", "networks.lora", tmp_path / "p.pt", cwd=trainer, LORAACCEL="0"
+    )
+    command = ["train.py", "loraaccel.kohya", tmp_path / "a.pt"]
+    off = start("-m", "loraaccel.run", "--use-cpp-kernel", "off", *command, cwd=trainer)
+    (trainer / "run.toml").write_text("use_cpp_kernel = false\n")
+    by_file = start(*command, "--config_file", "run.toml", cwd=trainer)
+    for done in (off, by_file):
+        assert lines_of(done) == []
+        assert said(done, "LOSSES") == said(plain, "LOSSES")
+    (trainer / "run.toml").write_text("use_cpp_kernal = false\n")
+    done = start(*command, "--config_file", "run.toml", cwd=trainer, code=1)
+    assert "use_cpp_kernal, expected use_cpp_kernel" in done.stderr
+    (trainer / "t.py").write_text(
+        "import sys, train\ntrain.train(sys.argv[1], sys.argv[2], arguments={'use_cpp_kernel': 'on'})\n"
+    )
+    done = start("-m", "loraaccel.run", "t.py", "loraaccel.kohya", tmp_path / "b.pt", cwd=trainer, code=1)
+    assert "use_cpp_kernel is 'on', but loraaccel run was started with auto" in done.stderr
+    start(
+        "-m", "loraaccel.run", "--use-cpp-kernel", "on", "t.py", "loraaccel.kohya", tmp_path / "b.pt", cwd=trainer
+    )  # fmt: skip
+
+
+class AppliedNetwork(torch.nn.Module):
+    times = 0
+
+    def apply_to(self) -> None:
+        self.times += 1
+
+    def save_weights(self, file: str, dtype: Any, metadata: dict[str, str]) -> None: ...
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_copies_and_pickles_of_the_network_are_the_hosts(applied: bool) -> None:
+    from loraaccel import kohya
+    from loraaccel.launcher import session as sessions
+
+    network = kohya._adopted(AppliedNetwork(), "networks.lora", sessions.Session("auto"))
+    if applied:
+        network.apply_to()
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert other.save_weights.network is other
+        assert other.apply_to.network is other
+        assert other.apply_to.run is None
+        other.apply_to()
+        assert other.times == (2 if applied else 1)
+    assert network.apply_to.run is not None
 
 
 @pytest.mark.parametrize(

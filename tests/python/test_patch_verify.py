@@ -109,16 +109,18 @@ def test_verify_gives_a_rolled_back_layer_its_gradients(wrong_operator: None) ->
 
 
 @pytest.mark.registered
-def test_verify_leaves_random_numbers_alone_and_skips_dropout(wrong_operator: None) -> None:
+def test_verify_compares_without_dropout_and_draws_nothing_for_it(wrong_operator: None) -> None:
     layer = the_layer(lora_host(lora_dropout=0.5))
+    torch.manual_seed(0)
+    own = layer(x_of())
+    after = torch.get_rng_state()
     loraaccel.patch(layer, verify=1)
     torch.manual_seed(0)
-    layer(x_of())  # a mask of ours has nothing to be compared with
-    layer.eval()
-    state = torch.get_rng_state()
     with pytest.warns(RuntimeWarning, match="verify"):
-        layer(x_of())
-    assert torch.equal(state, torch.get_rng_state())
+        y = layer(x_of())  # its own forward's, whose masks are the first numbers
+    assert torch.equal(y, own)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(m.training for m in layer.modules())
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

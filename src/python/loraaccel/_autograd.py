@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from loraaccel import _eager, _in_torch, _packing, _state
-from loraaccel._layers import says_layer
+from loraaccel._layers import saved_tensors, says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -157,7 +157,7 @@ class LoraLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         likes, scalings, dropouts, seed, dtypes, masks = ctx.rest
-        hidden, *saved = ctx.saved_tensors
+        hidden, *saved = saved_tensors(ctx)
         x, weight, *adapters = kept_or_shape(saved, likes)
         needs = ctx.needs_input_grad
         mask = [*needs[:3], *needs[6:]]
@@ -186,7 +186,7 @@ class LoraLinearFunction(torch.autograd.Function):
         rank_dropouts, adapter_ids, rank_factors = masks or RankMasks()
         if any((*dropouts, *rank_dropouts)):
             return None
-        _, *saved = ctx.saved_tensors
+        _, *saved = saved_tensors(ctx)
         x, weight, *adapters = kept_or_shape(saved, likes)
         needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]]
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from loraaccel import _autograd, _core, _expand, _in_torch
 from loraaccel._autograd import _below_autograd, autocast_dtype
-from loraaccel._layers import says_layer
+from loraaccel._layers import saved_tensors, says_layer
 from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -189,7 +189,7 @@ class _LoraConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, lora_b, *saved = ctx.saved_tensors
+        hidden, lora_b, *saved = saved_tensors(ctx)
         x, weight, lora_a = kept_or_shape(saved, ctx.likes)
         scaling, numbers, _ = ctx.rest
         found = _gradients(
@@ -210,7 +210,7 @@ class _LoraConv(torch.autograd.Function):
 
     @staticmethod
     def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
-        _, lora_b, *saved = ctx.saved_tensors
+        _, lora_b, *saved = saved_tensors(ctx)
         x, weight, lora_a = kept_or_shape(saved, ctx.likes)
         scaling, numbers, _ = ctx.rest
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loraaccel import _autograd, _eager, _in_torch
 from loraaccel._autograd import _below_autograd
-from loraaccel._layers import says_layer
+from loraaccel._layers import saved_tensors, says_layer
 from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -54,7 +54,7 @@ class LoraDeltaFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         likes, call = ctx.rest
-        hidden, *saved = ctx.saved_tensors
+        hidden, *saved = saved_tensors(ctx)
         x, *adapters = kept_or_shape(saved, likes)
         needs = ctx.needs_input_grad
         mask = [needs[0], *needs[3:]]
@@ -79,7 +79,7 @@ class LoraDeltaFunction(torch.autograd.Function):
         likes, call = ctx.rest
         if any((*call.dropouts, *call.rank_dropouts, call.output_dropout)):
             return None
-        _, *saved = ctx.saved_tensors
+        _, *saved = saved_tensors(ctx)
         x, *adapters = kept_or_shape(saved, likes)
         needs = ctx.needs_input_grad
 

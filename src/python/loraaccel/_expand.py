@@ -10,6 +10,7 @@ from torch import Tensor
 from loraaccel import _autograd, _in_torch, _state
 from loraaccel._autograd import _below_autograd
 from loraaccel._checks import scaled_factors
+from loraaccel._layers import saved_tensors
 from loraaccel._operators import operator, register_autograd, register_fake
 
 forward_op = operator("lora_expand")
@@ -95,7 +96,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor | None) -> Any:
     if grad is None:
         return None, None, None, None, None
-    hidden, lora_b = ctx.saved_tensors
+    hidden, lora_b = saved_tensors(ctx)
     g = grad.contiguous() if ctx.channels_first else grad
     wanted = iter(backward_op(g, hidden, lora_b, ctx.scaling, ctx.channels_first, ctx.mask))
     gh, gb = [next(wanted) if m else None for m in ctx.mask]
@@ -104,7 +105,7 @@ def _backward(ctx: Any, grad: Tensor | None) -> Any:
 
 def _backward_in_torch(ctx: Any, grad: Tensor | None) -> Any:
     """For _LoraConv's kin, whose frozen half is torch's already."""
-    hidden, lora_b = ctx.saved_tensors
+    hidden, lora_b = saved_tensors(ctx)
 
     def formula(hidden: Tensor, lora_b: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, lora_b.dtype)

@@ -52,6 +52,14 @@ def shapes_of(values: Any) -> str:
     return ", ".join(f"{list(t.shape)} {t.dtype}" for t in values if isinstance(t, Tensor))
 
 
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """ctx.saved_tensors, which a checkpoint gives only once in a backward pass: kept until `naming` ends it."""
+    tensors: tuple[Tensor, ...] | None = getattr(ctx, "unpacked", None)
+    if tensors is None:
+        tensors = ctx.unpacked = ctx.saved_tensors
+    return tensors
+
+
 def says_layer(function: T) -> T:
     """Decorates an autograd.Function: an error in its backward pass names the layer whose forward pass it was. Where
     that is to be given up and the class has `backward_in_torch`, the gradients come from there."""
@@ -82,11 +90,18 @@ def naming(backward: Callable[..., Any], in_torch: InTorch | None = None) -> Cal
             layer, kind = ctx.layer
             place = f"the backward pass of {layer.name or 'a LoRA module'}"
             where = f"in {place} ({kind}, gradient {shapes_of(grads)})"
-            computed = in_torch(ctx, *grads) if in_torch is not None and layer.roll_back else None
+            computed = None
+            if in_torch is not None and layer.roll_back:
+                try:
+                    computed = in_torch(ctx, *grads)
+                except (RuntimeError, TypeError, ValueError) as second:
+                    where += f", and in plain torch: {second}"
             if computed is None:
                 say_where(error, where)
                 raise
             give_up(layer, where, error, stacklevel=2)
             return computed
+        finally:
+            ctx.unpacked = None
 
     return named

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loraaccel import _autograd, _eager, _in_torch
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
-from loraaccel._layers import says_layer
+from loraaccel._layers import saved_tensors, says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import Shape, keep_or_shape, kept_or_shape
 
@@ -200,7 +200,7 @@ def _forward(ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, tensors:
 
 def _group_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     call: GroupCall = ctx.call
-    hidden, seed, *saved = ctx.saved_tensors
+    hidden, seed, *saved = saved_tensors(ctx)
     x, weights, adapters = kept_operands(call, saved, ctx.likes)
     need_x, _, *needs = ctx.needs_input_grad[1:]
     mask = call.mask_of_used(need_x, needs, grads)
@@ -219,7 +219,7 @@ def _group_backward_in_torch(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     call: GroupCall = ctx.call
     if call.dropped:
         return None
-    _, _, *saved = ctx.saved_tensors
+    _, _, *saved = saved_tensors(ctx)
     x, weights, adapters = kept_operands(call, saved, ctx.likes)
     need_x, _, *needs = ctx.needs_input_grad[1:]
     mask = call.mask_of_used(need_x, needs, grads)

@@ -10,7 +10,9 @@ also what their metadata says.
     the module of sd-scripts to use; without it networks.lora, or the one for Flux, SD3, Lumina or HunyuanImage models
 ``use_cpp_kernel=auto``
     true or on: a native error ends the training; auto (default): the layer goes back to its own forward; false or off:
-    nothing is replaced; verify: the first calls of every layer are compared with its own forward
+    nothing is replaced; verify: the first calls of every layer are compared with its own forward, and what differs is
+    given up and said at the end (the exit status stays the trainer's). Without it: the mode of ``loraaccel run``, or
+    use_cpp_kernel of the trainer's --config_file
 ``factored=true``
     with ``base_module=lycoris.kohya``: networks outside LyCORIS's bypass mode are computed from their factors, rounded
     in other places; without it they run their own forward, and report ``rebuilt``
@@ -20,14 +22,13 @@ from __future__ import annotations
 
 import atexit
 import difflib
-import functools
 import importlib
 import json
 import sys
 from types import ModuleType
 from typing import Any
 
-from loraaccel.launcher import session
+from loraaccel.launcher import options, session
 from loraaccel.launcher.options import KEY, MODES
 
 # Which of sd-scripts' network modules a model is for, by the name of its class.
@@ -94,12 +95,7 @@ def _own_arguments(
     what is nearly one of ours."""
     rest = dict(arguments)
     name = rest.pop("base_module", None) or base_module_for(unet)
-    given = str(rest.pop(KEY, "auto")).lower()
-    mode = {"true": "on", "1": "on", "false": "off", "0": "off"}.get(given, given)
-    if mode not in MODES:
-        raise ValueError(
-            f"network_args: {KEY} is {given!r}, expected true, false or one of {', '.join(MODES)}"
-        )
+    mode = _mode(rest.pop(KEY, None))
     factored = str(rest.pop("factored", "false")).lower()
     if factored not in ("true", "1", "false", "0"):
         raise ValueError(f"network_args: factored is {factored!r}, expected true or false")
@@ -110,6 +106,28 @@ def _own_arguments(
     return importlib.import_module(name), session.Session(mode, factored in ("true", "1")), rest
 
 
+def _mode(asked: Any) -> str:
+    """That of network_args, else of the launcher, else of the trainer's TOML file, else auto."""
+    launched = session.launched
+    if asked is None:
+        try:
+            return options.mode_of(None, sys.argv[1:]) if launched is None else launched.mode
+        except options.BadOption as error:
+            raise ValueError(str(error)) from None
+    given = str(asked).lower()
+    mode = {"true": "on", "1": "on", "false": "off", "0": "off"}.get(given, given)
+    if mode not in MODES:
+        raise ValueError(
+            f"network_args: {KEY} is {given!r}, expected true, false or one of {', '.join(MODES)}"
+        )
+    if launched is not None and launched.mode != mode:
+        raise ValueError(
+            f"network_args: {KEY} is {given!r}, but loraaccel run was started with {launched.mode}: expected it to be "
+            "said in one place"
+        )
+    return mode
+
+
 def base_module_for(unet: Any) -> str:
     """Name of sd-scripts' network module for a model, by the names of its class and of those it derives from."""
     for cls in type(unet).__mro__:
@@ -118,32 +136,46 @@ def base_module_for(unet: Any) -> str:
     return DEFAULT_MODULE
 
 
+class _Apply:
+    """network.apply_to, which patches the LoRA modules that it has made work. Of a copy or pickle: the host's own."""
+
+    def __init__(self, network: Any, run: session.Session) -> None:
+        self.network = network
+        self.run: session.Session | None = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = type(self.network).apply_to(self.network, *args, **kwargs)
+        if self.run is not None:
+            self.run.created(self.network)
+            self.run.applied(self.network)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"network": self.network, "run": None}
+
+
+class _Save:
+    """network.save_weights, which names sd-scripts' module in the metadata. (Looked up at the call: the network's class
+    changes when it is applied, kohya_network.py.)"""
+
+    def __init__(self, network: Any, base: str) -> None:
+        self.network = network
+        self.base = base
+
+    def __call__(self, file: Any, dtype: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(metadata, dict) and metadata.get("ss_network_module") == __name__:
+            _name_base_module(metadata, self.base)
+        return type(self.network).save_weights(self.network, file, dtype, metadata, *args, **kwargs)
+
+
 def _adopted(network: Any, base: str, run: session.Session) -> Any:
     """The network, which patches its modules when they are applied, and names sd-scripts' module in what it saves."""
     if network is None:
         return None
-    apply_to = network.apply_to
-
-    @functools.wraps(network.save_weights)
-    def save(file: Any, dtype: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(metadata, dict) and metadata.get("ss_network_module") == __name__:
-            _name_base_module(metadata, base)
-        # (Its class changes when the network is applied: kohya_network.py.)
-        return type(network).save_weights(network, file, dtype, metadata, *args, **kwargs)
-
-    network.save_weights = save
-    if run.mode == "off":
-        return network
-
-    @functools.wraps(apply_to)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        result = apply_to(*args, **kwargs)
-        run.created(network)
-        run.applied(network)
-        return result
-
-    network.apply_to = apply
-    atexit.register(_report, run)
+    network.save_weights = _Save(network, base)
+    if run.mode != "off":
+        network.apply_to = _Apply(network, run)
+        atexit.register(_report, run)
     return network
 
 
@@ -163,6 +195,7 @@ def _name_base_module(metadata: dict[str, str], base: str) -> None:
 
 
 def _report(run: session.Session) -> None:
-    if session.active is None:  # the launcher says it all
+    """(The launcher says it all; a network that was merged, and not applied, has nothing to say.)"""
+    if session.launched is None and run.used:
         for line in run.lines():
             sys.stderr.write(f"loraaccel: {line}\n")

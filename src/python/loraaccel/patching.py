@@ -96,8 +96,9 @@ def patch(
         "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d": kohya's and LyCORIS's networks of these names.
     strict: raise RuntimeError, with the model unchanged, if any LoRA module falls back.
     verify: in the first ``verify`` calls of each module run its own forward too, compare, warn and go back to it for
-    good where the outputs differ by more than the bound. Calls with active dropout are not compared, nor are
-    gradients; an adapter that is still zero (B = 0 before training) shows nothing of its branch.
+    good where the outputs differ by more than the bound. Where masks are drawn by
+    the operators (PEFT's dropout) the two are compared without dropout. Gradients are not compared; an adapter that is
+    still zero (B = 0 before training) shows nothing of its branch.
 
     factored: also modules that make a changed weight W' at each call and multiply by W' - W (LyCORIS outside its bypass
     mode): the change is computed from its factors. That is faster and loses less, and it is not the host's rounding:
@@ -112,9 +113,11 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is a {type(model).__name__}, expected a torch.nn.Module")
+    if not isinstance(verify, int) or verify < 0:
+        raise ValueError(f"patch: verify is {verify!r}, expected a number of calls, 0 or more")
     if isinstance(kinds, str):
         raise ValueError(f"patch: kinds is {kinds!r}, expected a collection such as [{kinds!r}]")
-    unknown = sorted(set(kinds or ()) - set(KINDS))
+    unknown = sorted(map(str, set(kinds or ()) - set(KINDS)))
     if unknown:
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -14,18 +15,35 @@ from loraaccel import _state
 from loraaccel.launcher import hooks, options, script
 from loraaccel.launcher import session as sessions
 
+# What click takes for its own, and ends in its own way: a usage text, "Aborted!", silence.
+_CLICKS = (KeyboardInterrupt, EOFError, OSError, click.ClickException, click.exceptions.Exit, click.Abort)
 
-def interruptible(start: Callable[[str, Sequence[str]], None]) -> Callable[[str, Sequence[str]], None]:
-    """Ends on Ctrl-C as the interpreter would, not as a command line tool does."""
+
+def as_the_interpreter(start: Callable[[str, Sequence[str]], None]) -> Callable[[str, Sequence[str]], None]:
+    """Ends on the script's own errors, and on Ctrl-C, as the interpreter would, not as a command line tool does."""
 
     def run(path: str, arguments: Sequence[str]) -> None:
+        interrupted: list[BaseException] = []
+        # Before the script registers anything: what is registered first comes last.
+        atexit.register(_end_by_signal, interrupted)
         try:
             start(path, arguments)
-        except KeyboardInterrupt:
+        except _CLICKS as error:
             sys.excepthook(*sys.exc_info())
-            raise SystemExit(128 + signal.SIGINT) from None
+            if isinstance(error, KeyboardInterrupt):
+                interrupted.append(error)
+            raise SystemExit(1) from None
 
     return run
+
+
+def _end_by_signal(interrupted: Sequence[BaseException]) -> None:
+    """The process dies of the signal, so that a shell's loop around it ends too."""
+    if interrupted and os.name == "posix":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @click.command(
@@ -87,20 +105,24 @@ def run(
         report = report.absolute()  # the script may go elsewhere
         if not os.access(report.parent, os.W_OK) or report.is_dir():
             raise click.UsageError(f"--report {report}: no file can be written there")
-    start = interruptible(script.run_module if module else script.run_script)
+    start = as_the_interpreter(script.run_module if module else script.run_script)
     off = mode == "off" or _state.SWITCHED_OFF
     session = sessions.Session("off" if off else mode, factored)
+    sessions.launched = session
     if not off:
         sessions.active = session
         sys.meta_path.insert(0, hooks.ImportHook(session.created, session.applied, session.imported))
     code = 1
     try:
         start(script_path, arguments)
-        code = 1 if session.failed else 0
+        code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-        raise
+        if code or not session.failed:
+            raise  # (its text, too, is the script's)
     finally:
-        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":  # of several processes the first
-            session.finish(report, code)
+        if code == 0 and session.failed:
+            code = 1
+        first = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+        session.finish(report if first else None, code, everything=first)
     sys.exit(code)

@@ -48,7 +48,7 @@ class PatchState:
     roll_back: bool = False  # after an error in native code run the module's own forward, from then on
     fused: int = 0  # calls that an operator served
     own: Counter[str] = field(default_factory=Counter)  # calls of the module's own forward, by reason
-    largest_error: float = 0.0  # that verify has seen
+    largest_error: float | None = None  # that verify has seen; None before it has compared
 
 
 ATTRIBUTE = "_loraaccel"  # of a patched module: its PatchState
@@ -219,10 +219,26 @@ def _rolled_back(state: PatchState, form: Form, args: tuple[Any, ...], error: Ex
 def _verified(
     module: nn.Module, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form
 ) -> bool:
-    """Compares the operator's output with the module's own, without gradients; False where they differ too much.
-    A call with dropout is compared where both draw the same masks, and not counted elsewhere."""
-    if form.dropout and not form.replays:
-        return True
+    """Compares the operator's output with the module's own, without gradients; False where they differ too much. Where
+    the two draw other masks, they are compared without dropout."""
+    if not form.dropout or form.replays:
+        return _compared(module, state, args, kwargs, form)
+    dropouts = [m for m in module.modules() if isinstance(m, nn.Dropout) and m.training]
+    for m in dropouts:
+        m.training = False
+    try:
+        plain = state.host.form_of(module, args, kwargs, False)
+        if not isinstance(plain, Form) or plain.dropout:
+            return True
+        return _compared(module, state, args, kwargs, plain)
+    finally:
+        for m in dropouts:
+            m.training = True
+
+
+def _compared(
+    module: nn.Module, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form
+) -> bool:
     state.verify -= 1
     with torch.no_grad():
         generator = torch.get_rng_state() if form.dropout else None
@@ -233,7 +249,7 @@ def _verified(
         if generator is not None:
             torch.set_rng_state(generator)
         error = _relative_error(y.double(), expected.double())
-    state.largest_error = max(state.largest_error, error)
+    state.largest_error = max(state.largest_error or 0.0, error)
     dtypes = [y.dtype, *form.dtypes]
     if torch.is_autocast_enabled("cpu"):
         dtypes.append(torch.get_autocast_dtype("cpu"))

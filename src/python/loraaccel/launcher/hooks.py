@@ -7,6 +7,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -26,20 +27,28 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self.created = created
         self.applied = applied
         self.imported = imported
+        self._asked = threading.local()  # names that this thread is looking for
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is None:
-                continue
-            if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-                self._watch(spec.loader)
-            return spec
-        return None
+        asked: set[str] = self._asked.__dict__.setdefault("names", set())
+        if name in asked:  # another hook of this kind asks us in turn
+            return None
+        asked.add(name)
+        try:
+            for finder in sys.meta_path:
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(name, path, target)
+                if spec is None:
+                    continue
+                if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+                    self._watch(spec.loader)
+                return spec
+            return None
+        finally:
+            asked.discard(name)
 
     def _watch(self, loader: Any) -> None:
         original = loader.exec_module

@@ -43,10 +43,13 @@ def config_file(arguments: Sequence[str]) -> Path | None:
     """The file of kohya's --config_file, which may be given without its ending; None where there is none to read."""
     name = None
     for i, argument in enumerate(arguments):
-        if argument == "--config_file" and i + 1 < len(arguments):
+        option, equals, value = argument.partition("=")
+        if not option.startswith("--config") or not "--config_file".startswith(option):
+            continue  # (argparse takes the beginning of a name)
+        if equals:
+            name = value
+        elif i + 1 < len(arguments):
             name = arguments[i + 1]
-        elif argument.startswith("--config_file="):
-            name = argument.split("=", 1)[1]
     if name is None:
         return None
     path = Path(name if name.endswith(".toml") else name + ".toml")
@@ -54,28 +57,38 @@ def config_file(arguments: Sequence[str]) -> Path | None:
 
 
 def read_toml(path: Path) -> Mapping[str, Any]:
-    """The file as a dictionary, its sections taken apart as kohya's trainers do."""
-    data: Mapping[str, Any] | None = None
+    """The file as a dictionary, its sections taken apart as kohya's trainers do. A file that is no TOML has nothing for
+    us, unless it speaks of us: the trainer's reader takes some that the language does not allow."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        data = _parsed(path, text)
+    except ValueError as error:
+        if KEY in text:
+            raise BadOption(f"{path} has {KEY}, but is no TOML: {error}") from None
+        return {}
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in (KEY, FACTORED_KEY):
+            flat[key] = value
+        else:
+            flat.update(value if isinstance(value, Mapping) else {key: value})
+    return flat
+
+
+def _parsed(path: Path, text: str) -> Mapping[str, Any]:
     for library in ("tomllib", "tomli"):
         try:
             module = importlib.import_module(library)
         except ImportError:
             continue
-        with path.open("rb") as file:
-            data = module.load(file)
-        break
-    if data is None:
-        try:
-            module = importlib.import_module("toml")
-        except ImportError:
-            raise BadOption(
-                f"{path}: reading TOML needs Python 3.11, or one of the packages tomli and toml"
-            ) from None
-        data = module.loads(path.read_text(encoding="utf-8"))
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat.update(value if isinstance(value, Mapping) else {key: value})
-    return flat
+        return dict(module.loads(text))
+    try:
+        module = importlib.import_module("toml")
+    except ImportError:
+        raise BadOption(
+            f"{path}: reading TOML needs Python 3.11, or one of the packages tomli and toml"
+        ) from None
+    return dict(module.loads(text))
 
 
 def mode_of_config(config: Mapping[str, Any], path: Path) -> str | None:

@@ -16,7 +16,12 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     main = types.ModuleType("__main__")
     main.__dict__.update(
-        {"__file__": path, "__builtins__": __builtins__, "__cached__": None, "__spec__": None}
+        {
+            "__file__": os.path.abspath(path),
+            "__builtins__": __builtins__,
+            "__cached__": None,
+            "__spec__": None,
+        }
     )
     sys.modules["__main__"] = main
     sys.argv = [path, *arguments]

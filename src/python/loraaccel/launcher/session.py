@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 VERIFIED_CALLS = 4  # of each layer; the first with B = 0 shows only the frozen layer
 
 
-active: Session | None = None  # of the launcher, in this process
+active: Session | None = None  # of the launcher, in this process, unless it is switched off
+launched: Session | None = None  # the same, switched off or not
 
 
 class Layer(NamedTuple):
@@ -57,11 +58,13 @@ class Session:
         self._known: set[int] = set()
         self._host_work: Any = None
         self._notes: list[str] = []
+        self.used = False  # some network or model was looked at
 
     def created(self, model: Any) -> None:
         """Patches the LoRA modules in `model`, or `model` itself."""
         from loraaccel import patching
 
+        self.used = True
         verify = VERIFIED_CALLS if self.mode == "verify" else 0
         patched = patching.patch_as_it_comes(model, verify, self.mode != "on", self.factored)
         for entry, state in patched:
@@ -141,9 +144,7 @@ class Session:
         return lines + self._notes
 
     def _verify_lines(self, layers: list[Layer]) -> list[str]:
-        errors = [
-            layer.largest_error or 0.0 for layer in layers if layer.fused or "verify_failed" in layer.reasons
-        ]
+        errors = [layer.largest_error for layer in layers if layer.largest_error is not None]
         lines = ["verify: nothing was compared"]
         if errors:
             worst = max(layers, key=lambda layer: layer.largest_error or 0.0)
@@ -151,13 +152,20 @@ class Session:
                 f"verify: largest relative error of an output {worst.largest_error:.1e} in {worst.name}, "
                 f"middle layer {statistics.median(errors):.1e}"
             ]
+            missed = sum(layer.largest_error is None and layer.fused > 0 for layer in layers)
+            if missed:
+                lines.append(f"verify: {missed} fused layers were never compared")
         lines += [f"verify: {w.work}: largest relative error {w.largest_error:.1e}" for w in self.work()]
-        return lines + [f"verify: {name} failed with {error:.1e}" for name, error in self.failed]
+        return lines + self._failures()
 
-    def finish(self, report: Path | None, exit_code: int) -> None:
-        """Says on standard error what was fused, and writes the file. Switched off it says nothing. A file that cannot
-        be written is a line more: what the script has done, and how it ended, stays what it is."""
-        lines = [] if self.mode == "off" else self.lines()
+    def _failures(self) -> list[str]:
+        return [f"verify: {name} failed with {error:.1e}" for name, error in self.failed]
+
+    def finish(self, report: Path | None, exit_code: int, everything: bool = True) -> None:
+        """Says on standard error what was fused, and writes the file; of several processes all but the first say only
+        what verify gave up. Switched off it says nothing. A file that cannot be written is a line more: what the script
+        has done, and how it ended, stays what it is."""
+        lines = [] if self.mode == "off" else self.lines() if everything else self._failures()
         for line in lines:
             sys.stderr.write(f"loraaccel: {line}\n")
         sys.stderr.flush()
