@@ -5,9 +5,10 @@
     python benchmarks/safetensors_files.py load  # a LoRA file of 800 tensors, against safetensors.torch.load_file
     python benchmarks/safetensors_files.py kohya --sd-scripts CHECKOUT  # against its save_weights, float32 to float16
 
-`kohya` needs an interpreter with the packages that sd-scripts requires. Medians of interleaved rounds; ratios are medians
-of the ratio within a round: rival time / ours, above 1 ours is faster. Memory is the peak of a call above what was there
-before it (Linux's VmHWM). Files go to --folder, which needs 3 GB and should be a disk. Results: README.md.
+`kohya` needs an interpreter with the packages that sd-scripts requires. Medians of interleaved rounds; ratios are
+medians of the ratio within a round: rival time / ours, above 1 ours is faster. Memory is the peak of a call above
+what was there before it (Linux's VmHWM). Files go to --folder, which needs 3 GB and should be a disk. Results:
+README.md.
 """
 
 from __future__ import annotations
