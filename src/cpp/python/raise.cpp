@@ -5,7 +5,7 @@ namespace py = pybind11;
 namespace loraaccel::python {
 
 py::object& safetensor_error() {
-  static py::object* type = new py::object();  // the interpreter ends before statics do
+  static py::object* type = new py::object();  // the interpreter ends before static objects do
   return *type;
 }
 

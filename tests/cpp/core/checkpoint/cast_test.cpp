@@ -13,7 +13,7 @@
 namespace loraaccel::test {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 float float_of(uint32_t bits) {
   float v;
@@ -52,15 +52,16 @@ TEST(Cast, VN4SmallValuesThatFp16CannotHoldAreCounted) {
 
 TEST(Cast, VW7RoundsToNearestEvenAndCountsNewInfinities) {
   CastCounts counts;
-  const auto half = floats_to_16({65519.99F, 65520.0F, 1e5F, 65020.0F, -0.0F, kInf, -kInf, 1e-40F},
-                                 FileDType::kF16, &counts);
+  const auto half =
+      floats_to_16({65519.99F, 65520.0F, 1e5F, 65020.0F, -0.0F, kInfinity, -kInfinity, 1e-40F},
+                   FileDType::kF16, &counts);
   EXPECT_EQ(half_value(half[0]), 65504.0F);
-  EXPECT_EQ(half_value(half[1]), kInf);
-  EXPECT_EQ(half_value(half[2]), kInf);
+  EXPECT_EQ(half_value(half[1]), kInfinity);
+  EXPECT_EQ(half_value(half[2]), kInfinity);
   EXPECT_EQ(half_value(half[3]), 65024.0F);
   EXPECT_EQ(half[4], 0x8000);
-  EXPECT_EQ(half_value(half[5]), kInf);
-  EXPECT_EQ(half_value(half[6]), -kInf);
+  EXPECT_EQ(half_value(half[5]), kInfinity);
+  EXPECT_EQ(half_value(half[6]), -kInfinity);
   EXPECT_EQ(half[7], 0);
   EXPECT_EQ(counts.infinities, 2U) << "infinities that were there do not count";
   EXPECT_EQ(counts.zeros, 1U) << "nor do zeros";
@@ -69,7 +70,7 @@ TEST(Cast, VW7RoundsToNearestEvenAndCountsNewInfinities) {
       floats_to_16({1.00390625F, 1.01171875F, FLT_MAX, -0.0F}, FileDType::kBF16, &counts);
   EXPECT_EQ(bf16_value(bf16[0]), 1.0F);
   EXPECT_EQ(bf16_value(bf16[1]), 1.015625F);
-  EXPECT_EQ(bf16_value(bf16[2]), kInf);
+  EXPECT_EQ(bf16_value(bf16[2]), kInfinity);
   EXPECT_EQ(bf16[3], 0x8000);
   EXPECT_EQ(counts.infinities, 1U);
 }
@@ -124,7 +125,7 @@ TEST(Cast, PlainCodeIsNearestEven) {
       const double high = value(bits + 1);
       const auto middle = static_cast<float>(low + (high - low) / 2);
       values.insert(values.end(), {static_cast<float>(low), middle, std::nextafter(middle, 0.0F),
-                                   std::nextafter(middle, kInf)});
+                                   std::nextafter(middle, kInfinity)});
       const auto even = static_cast<uint16_t>(bits % 2 == 0 ? bits : bits + 1);
       expected.insert(expected.end(),
                       {static_cast<uint16_t>(bits), even, static_cast<uint16_t>(bits),
@@ -155,7 +156,7 @@ TEST(Cast, DoublesAreRoundedOnce) {
   const auto floats =
       cast<double, float>(FileDType::kF64, {0.1, 1e300, 1e-300, -0.0}, FileDType::kF32, &counts);
   EXPECT_EQ(floats[0], 0.1F);
-  EXPECT_EQ(floats[1], kInf);
+  EXPECT_EQ(floats[1], kInfinity);
   EXPECT_EQ(floats[2], 0.0F);
   EXPECT_TRUE(std::signbit(floats[3]));
   EXPECT_EQ(counts.infinities, 1U);
@@ -204,7 +205,7 @@ TEST(Cast, VW7EightBitFloatsAreNearestEven) {
       const auto middle = static_cast<float>((low + high) / 2);
       CastCounts counts;
       const std::vector<float> values = {static_cast<float>(low), std::nextafter(middle, 0.0F),
-                                         middle, std::nextafter(middle, kInf), -middle};
+                                         middle, std::nextafter(middle, kInfinity), -middle};
       const auto found = cast<float, uint8_t>(FileDType::kF32, values, t.dtype, &counts);
       const uint32_t even = bits + bits % 2;
       EXPECT_EQ(found,
@@ -215,8 +216,8 @@ TEST(Cast, VW7EightBitFloatsAreNearestEven) {
     }
     CastCounts counts;
     const auto special = cast<float, uint8_t>(
-        FileDType::kF32, {1e6F, kInf, -kInf, float_of(0x7FC00000), -0.0F, 1e-30F}, t.dtype,
-        &counts);
+        FileDType::kF32, {1e6F, kInfinity, -kInfinity, float_of(0x7FC00000), -0.0F, 1e-30F},
+        t.dtype, &counts);
     EXPECT_EQ(special,
               (std::vector<uint8_t>{static_cast<uint8_t>(t.beyond), static_cast<uint8_t>(t.beyond),
                                     static_cast<uint8_t>(t.beyond | 0x80), 0x7F, 0x80, 0}));
