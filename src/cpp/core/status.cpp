@@ -22,13 +22,18 @@ const char* status_code_name(StatusCode code) noexcept {
       return "out of memory";
     case StatusCode::kLenderFailed:
       return "lender failed";
+    case StatusCode::kFileError:
+      return "file error";
+    case StatusCode::kMalformedFile:
+      return "malformed file";
     case StatusCode::kInternal:
       return "internal error";
   }
   return "unknown status";
 }
 
-Status::Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {
+Status::Status(StatusCode code, std::string message, int error_number)
+    : code_(code), error_number_(error_number), message_(std::move(message)) {
   if (!ok() && traceback_wanted()) traceback_ = capture_traceback(/*skip=*/1);
 }
 

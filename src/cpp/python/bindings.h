@@ -7,6 +7,8 @@ namespace loraaccel::python {
 
 void register_kernels(pybind11::module_& m);
 void register_ceilings(pybind11::module_& m);
+void register_checkpoint(pybind11::module_& m);
+void register_save(pybind11::module_& m);
 void register_operators(pybind11::module_& m);
 
 }  // namespace loraaccel::python

@@ -1,4 +1,4 @@
-// The Python module loraaccel._core: what is not a tensor, such as the kernel list and the machine's ceilings, and the
+// The Python module loraaccel._core: what is not a tensor, such as the kernel list, files and the machine's ceilings, and the
 // operators for a torch too old for libloraaccel. Nothing of torch is compiled or linked here.
 #include <pybind11/pybind11.h>
 
@@ -11,4 +11,6 @@ PYBIND11_MODULE(_core, m) {
   loraaccel::python::register_kernels(m);
   loraaccel::python::register_ceilings(m);
   loraaccel::python::register_operators(m);
+  loraaccel::python::register_checkpoint(m);
+  loraaccel::python::register_save(m);
 }

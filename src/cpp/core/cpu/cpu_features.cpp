@@ -20,6 +20,14 @@ bool has_f16c() {
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 
+bool has_sha() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (ebx & bit_SHA) != 0;
+}
+
 // gcc 12 does not know the newer one, and the operating system must have switched the tile registers on.
 void detect_amx(CpuFeatures* f) {
   unsigned eax = 0;
@@ -49,11 +57,17 @@ CpuFeatures detect() {
              __builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
              __builtin_cpu_supports("avx512vl") != 0;
   f.avx512_bf16 = f.avx512 && __builtin_cpu_supports("avx512bf16") != 0;
+  f.sha_ni = has_sha() && __builtin_cpu_supports("sse4.1") != 0;
   detect_amx(&f);
 #elif defined(__aarch64__)
   f.neon = true;  // part of the architecture
 #if defined(__linux__) && defined(HWCAP2_BF16)
   f.neon_bf16 = (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+#endif
+#ifdef __APPLE__
+  f.armv8_sha2 = true;  // every Arm Mac
+#elif defined(__linux__)
+  f.armv8_sha2 = (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0;
 #endif
 #endif
   return f;

@@ -10,8 +10,10 @@ struct CpuFeatures {
   bool avx512_bf16 = false;  // the above and AVX512_BF16
   bool amx_bf16 = false;     // matrix unit (AMX) for bfloat16, which no kernel of ours uses
   bool amx_fp16 = false;     // and for float16
+  bool sha_ni = false;       // SHA extensions and SSE4.1
   bool neon = false;
   bool neon_bf16 = false;  // BFDOT
+  bool armv8_sha2 = false;
 };
 
 // Asked once, then constant.

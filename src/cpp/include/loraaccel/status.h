@@ -14,8 +14,10 @@ enum class StatusCode : int {
   kUnsupportedDevice,  // operands on a device that this build has no kernel for
   kKernelUnavailable,  // LORAACCEL_FORCE_KERNEL names a kernel that is unknown or declined the call
   kOutOfMemory,        // the context's allocator returned null
-  kLenderFailed,       // a function that the host lent (GEMM) reported a failure
-  kInternal,           // a bug in loraaccel
+  kLenderFailed,       // a function that the host lent (GEMM, a tensor's bytes) reported a failure
+  kFileError,      // the operating system refused an operation on a file: error_number() says why
+  kMalformedFile,  // a file whose content is not what its format says
+  kInternal,       // a bug in loraaccel
 };
 
 // A constant, lower-case phrase such as "shape mismatch". Never null.
@@ -27,11 +29,13 @@ const char* status_code_name(StatusCode code) noexcept;
 class [[nodiscard]] Status {
  public:
   Status() = default;
-  Status(StatusCode code, std::string message);
+  Status(StatusCode code, std::string message, int error_number = 0);
 
   bool ok() const noexcept { return code_ == StatusCode::kOk; }
   StatusCode code() const noexcept { return code_; }
   const std::string& message() const noexcept { return message_; }
+  // errno of the refused operation; 0 where no operation was refused.
+  int error_number() const noexcept { return error_number_; }
   // Empty, or one line per frame: "#2 function at file:line (library)".
   const std::string& traceback() const noexcept { return traceback_; }
   // message(), and under it the traceback where there is one.
@@ -39,6 +43,7 @@ class [[nodiscard]] Status {
 
  private:
   StatusCode code_ = StatusCode::kOk;
+  int error_number_ = 0;
   std::string message_;
   std::string traceback_;
 };
