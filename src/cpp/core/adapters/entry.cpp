@@ -277,4 +277,17 @@ Status scale_entry(const std::string& where, ScaleSource source, AdapterEntry* e
   return Status(StatusCode::kMalformedFile, where + ": " + entry->path + ": " + status.message());
 }
 
+Status complete_adapter_entry(std::optional<double> alpha, int64_t native_rows, AdapterEntry* entry) {
+  std::vector<std::string> missing;
+  bool orphan = false;
+  LORAACCEL_RETURN_IF_ERROR(complete_entry(entry->path, entry, &missing, &orphan));
+  if (orphan || !missing.empty())
+    return Status(StatusCode::kMalformedFile, entry->path + ": " + (orphan ? "no adapter among its tensors"
+                                                                           : missing[0] + " is missing"));
+  entry->native_rows = native_rows != 0 ? native_rows : entry->rows.empty() ? entry->out() : 0;
+  ScaleSource source;
+  source.config_alpha = alpha;
+  return scale_entry(entry->path, source, entry);
+}
+
 }  // namespace loraaccel

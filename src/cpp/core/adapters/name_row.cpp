@@ -8,6 +8,8 @@ namespace loraaccel {
 namespace {
 
 constexpr int64_t kMaxRange = 1000;
+constexpr std::array<const char*, 7> kLayerKinds = {"linear", "conv1", "conv2",    "conv3",
+                                                    "norm",   "scale", "embedding"};
 
 Status mistake(const std::string& what) { return Status(StatusCode::kInternal, what); }
 
@@ -120,23 +122,13 @@ Status product_of(const std::string& word, int64_t* value) {
 }
 
 bool layer_kind(const std::string& word, LayerKind* kind) {
-  struct Name {
-    const char* word;
-    LayerKind kind;
-  };
-  constexpr std::array<Name, 7> kNames = {{{"linear", LayerKind::kLinear},
-                                           {"conv1", LayerKind::kConv1},
-                                           {"conv2", LayerKind::kConv2},
-                                           {"conv3", LayerKind::kConv3},
-                                           {"norm", LayerKind::kNorm},
-                                           {"scale", LayerKind::kScale},
-                                           {"embedding", LayerKind::kEmbedding}}};
-  const auto* found =
-      std::find_if(kNames.begin(), kNames.end(), [&](const Name& n) { return word == n.word; });
-  if (found == kNames.end()) return false;
-  *kind = found->kind;
+  const auto* found = std::find(kLayerKinds.begin(), kLayerKinds.end(), word);
+  if (found == kLayerKinds.end()) return false;
+  *kind = static_cast<LayerKind>(found - kLayerKinds.begin());
   return true;
 }
+
+const char* layer_kind_name(LayerKind kind) { return kLayerKinds[static_cast<size_t>(kind)]; }
 
 Status expand_row(std::vector<std::string> words, const NameVariables& variables,
                   std::vector<std::vector<std::string>>* rows) {

@@ -25,6 +25,7 @@ Status substitute(const std::string& word, const NameVariables& variables, std::
 // "3*1536" and "7".
 Status product_of(const std::string& word, int64_t* value);
 bool layer_kind(const std::string& word, LayerKind* kind);
+const char* layer_kind_name(LayerKind kind);
 
 // All rows that a row with alternatives and, as its last word, a range v=first..last stands for.
 Status expand_row(std::vector<std::string> words, const NameVariables& variables,

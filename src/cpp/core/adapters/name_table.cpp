@@ -6,6 +6,7 @@
 
 #include "adapters/name_row.h"
 #include "adapters/name_text.h"
+#include "loraaccel/adapter_names.h"
 
 namespace loraaccel {
 namespace {
@@ -299,6 +300,24 @@ const NameTable* find_name_table(std::string_view base) {
     if (table.base == base) return &table;
   }
   return nullptr;
+}
+
+std::vector<AdapterName> adapter_names(const std::string& base) {
+  std::vector<AdapterName> names;
+  const NameTable* table = find_name_table(base);
+  if (table == nullptr) return names;
+  for (const NameComponent& component : table->components) {
+    for (size_t c = 0; c < component.columns.size(); ++c) {
+      for (const Spelled& layer : component.columns[c].layers) {
+        for (const SpelledPiece& piece : layer.pieces) {
+          const NativeModule& module = table->modules[static_cast<size_t>(piece.module)];
+          names.push_back({component.name, module.path, layer_kind_name(module.kind), module.out, module.in,
+                           table->columns[c], layer.path, piece.row, piece.native_row, piece.rows});
+        }
+      }
+    }
+  }
+  return names;
 }
 
 }  // namespace loraaccel
