@@ -4,6 +4,7 @@
 #include "bindings.h"
 #include "loraaccel/adapter.h"
 #include "loraaccel/adapter_convert.h"
+#include "loraaccel/adapter_merge.h"
 #include "loraaccel/adapter_names.h"
 #include "raise.h"
 
@@ -99,10 +100,10 @@ AdapterEntry entry_from(const py::dict& d) {
   for (const auto& [row, native, rows] : get<std::vector<std::tuple<int64_t, int64_t, int64_t>>>(d, "rows"))
     e.rows.push_back({row, native, rows});
   for (const py::handle t : d["tensors"]) e.tensors.push_back(tensor_from(t.cast<py::dict>()));
-  const Status status = complete_adapter_entry(d.contains("alpha") ? d["alpha"].cast<std::optional<double>>()
-                                                                   : std::nullopt,
-                                               d.contains("native_rows") ? get<int64_t>(d, "native_rows") : 0, &e);
-  raise_if_error(status, e.path);
+  e.native_rows = get<int64_t>(d, "native_rows");
+  e.scale.value = get<double>(d, "scale");
+  e.scale.text = get<std::string>(d, "scale_text");
+  raise_if_error(complete_adapter_entry(d["alpha"].cast<std::optional<double>>(), &e), e.path);
   return e;
 }
 
@@ -229,6 +230,91 @@ py::tuple delta(const py::dict& entry) {
                         py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)));
 }
 
+// An adapter without its tensors, for people: the norm and the dtypes of each entry.
+py::dict inspect(const std::string& path, const py::dict& options, bool norms) {
+  const ReadAdapterOptions read = read_options(options);
+  Adapter adapter;
+  Status status;
+  std::vector<std::optional<double>> values;
+  {
+    const py::gil_scoped_release unlocked;
+    status = read_adapter(path, read, &adapter);
+    values.resize(adapter.entries.size());
+    for (size_t i = 0; norms && status.ok() && i < values.size(); ++i)
+      status = adapter_norm(adapter.entries[i], &values[i]);
+  }
+  raise_if_error(status, path);
+  py::dict d = describe(adapter);
+  const auto entries = d["entries"].cast<py::list>();
+  for (size_t i = 0; i < values.size(); ++i) entries[i].cast<py::dict>()["norm"] = values[i];
+  return d;
+}
+
+py::tuple hashes(const std::string& path) {
+  std::string model;
+  std::string legacy;
+  Status status;
+  {
+    const py::gil_scoped_release unlocked;
+    status = adapter_file_hashes(path, &model, &legacy);
+  }
+  raise_if_error(status, path);
+  return py::make_tuple(model, legacy);
+}
+
+py::dict describe(const MergeReport& report) {
+  py::dict d;
+  d["paths"] = report.paths;
+  d["changed"] = report.changed;
+  d["tensors"] = report.tensors;
+  d["unused"] = report.unused;
+  d["notes"] = report.notes;
+  return d;
+}
+
+// Adapters: (a path and how to read it, or an adapter's dict; strength).
+py::dict merge(const std::string& base, const py::list& adapters, const std::string& target, const std::string& dtype,
+               const std::string& keep, bool allow_unmatched) {
+  std::vector<Adapter> all;
+  std::vector<double> strengths;
+  for (const py::handle item : adapters) {
+    const auto [adapter, strength] = item.cast<std::pair<py::dict, double>>();
+    all.push_back(adapter_from(adapter));
+    strengths.push_back(strength);
+  }
+  std::vector<AdapterToMerge> list;
+  for (size_t i = 0; i < all.size(); ++i) list.push_back({&all[i], strengths[i]});
+  MergeOptions options;
+  options.keep = keep;
+  options.allow_unmatched = allow_unmatched;
+  FileDType type = FileDType::kF32;
+  if (!dtype.empty()) {
+    if (!parse_file_dtype(dtype, &type)) throw py::value_error("there is no type " + dtype);
+    options.dtype = type;
+  }
+  MergeReport report;
+  Status status;
+  {
+    const py::gil_scoped_release unlocked;
+    status = merge_adapters(base, list, target, options, &report);
+  }
+  raise_if_error(status, status.message().starts_with(base) ? base : target);
+  return describe(report);
+}
+
+py::dict unmerge(const std::string& merged, const std::string& kept, const std::string& target) {
+  MergeReport report;
+  Status status;
+  {
+    const py::gil_scoped_release unlocked;
+    status = unmerge_adapters(merged, kept, target, &report);
+  }
+  raise_if_error(status, status.message().starts_with(kept)     ? kept
+                         : status.message().starts_with(merged) ? merged
+                                                                : target);
+  return describe(report);
+}
+
 py::list names(const std::string& base) {
   py::list list;
   for (const AdapterName& n : adapter_names(base))
@@ -248,6 +334,11 @@ void register_adapters(py::module_& m) {
   m.def("adapter_convert", &convert, py::arg("source"), py::arg("target"), py::arg("read"), py::arg("options"));
   m.def("adapter_spell", &spell, py::arg("adapter"), py::arg("options"));
   m.def("adapter_delta", &delta, py::arg("entry"), "(rows, columns, float64 bytes)");
+  m.def("adapter_inspect", &inspect, py::arg("path"), py::arg("options"), py::arg("norms"));
+  m.def("adapter_hashes", &hashes, py::arg("path"), "kohya's two hashes of a file.");
+  m.def("adapter_merge", &merge, py::arg("base"), py::arg("adapters"), py::arg("target"), py::arg("dtype"),
+        py::arg("keep"), py::arg("allow_unmatched"));
+  m.def("adapter_unmerge", &unmerge, py::arg("merged"), py::arg("kept"), py::arg("target"));
   m.def("adapter_names", &names, py::arg("base"));
   m.def("adapter_bases", &adapter_bases);
   m.def("adapter_formats", &adapter_formats);

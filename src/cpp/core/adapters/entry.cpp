@@ -277,17 +277,25 @@ Status scale_entry(const std::string& where, ScaleSource source, AdapterEntry* e
   return Status(StatusCode::kMalformedFile, where + ": " + entry->path + ": " + status.message());
 }
 
-Status complete_adapter_entry(std::optional<double> alpha, int64_t native_rows, AdapterEntry* entry) {
+Status complete_adapter_entry(std::optional<double> alpha, AdapterEntry* entry) {
   std::vector<std::string> missing;
   bool orphan = false;
+  const AdapterScale given = entry->scale;
   LORAACCEL_RETURN_IF_ERROR(complete_entry(entry->path, entry, &missing, &orphan));
   if (orphan || !missing.empty())
     return Status(StatusCode::kMalformedFile, entry->path + ": " + (orphan ? "no adapter among its tensors"
                                                                            : missing[0] + " is missing"));
-  entry->native_rows = native_rows != 0 ? native_rows : entry->rows.empty() ? entry->out() : 0;
+  if (entry->native_rows == 0 && entry->rows.empty()) entry->native_rows = entry->out();
   ScaleSource source;
   source.config_alpha = alpha;
-  return scale_entry(entry->path, source, entry);
+  source.config_rank = 1;
+  LORAACCEL_RETURN_IF_ERROR(scale_entry(entry->path, source, entry));
+  const bool open = entry->scale.rule == ScaleRule::kNoAlpha || entry->scale.rule == ScaleRule::kWholeFactors;
+  if (open && given.value != 1) {
+    entry->scale = given;
+    if (entry->scale.rule == ScaleRule::kNone) entry->scale.rule = ScaleRule::kConfigAlpha;
+  }
+  return Status();
 }
 
 }  // namespace loraaccel

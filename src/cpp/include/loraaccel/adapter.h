@@ -189,10 +189,10 @@ struct AdapterSource {
 Status read_adapter(const std::vector<AdapterSource>& sources, const ReadAdapterOptions& options,
                     Adapter* adapter);
 
-// For adapters that are made, not read: sets kind and rank of an entry from its tensors, checks that they fit together,
-// and resolves its factor from alpha (one of the tensors, else `alpha`, else the rank). `native_rows`: of the whole layer;
-// 0: what the entry covers. kMalformedFile as of read_adapter().
-Status complete_adapter_entry(std::optional<double> alpha, int64_t native_rows, AdapterEntry* entry);
+// For adapters that are made, not read: sets kind and rank of an entry from its tensors and checks that they fit together.
+// The factor is the alpha tensor's, else that of `alpha`, else entry->scale.value as it is. native_rows is set where it is 0
+// and the entry covers the layer. kMalformedFile as of read_adapter().
+Status complete_adapter_entry(std::optional<double> alpha, AdapterEntry* entry);
 
 // Names of all base models with a table, and of all formats that are written.
 std::vector<std::string> adapter_bases();

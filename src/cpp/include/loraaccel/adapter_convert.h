@@ -52,4 +52,10 @@ Status convert_adapter(const std::string& source, const std::string& target, con
 // and small tools. kInvalidArgument for kinds without one.
 Status adapter_delta(const AdapterEntry& entry, std::vector<double>* delta, int64_t* rows, int64_t* columns);
 
+// Frobenius norm of that; none for kinds without one.
+Status adapter_norm(const AdapterEntry& entry, std::optional<double>* norm);
+
+// kohya's hashes of a file as it is, as 64 and 8 hex digits: SaveReport in safetensors.h says of what.
+Status adapter_file_hashes(const std::string& path, std::string* model_hash, std::string* legacy_hash);
+
 }  // namespace loraaccel

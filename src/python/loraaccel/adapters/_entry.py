@@ -20,8 +20,8 @@ class Entry:
 
     ``tensors`` maps roles to arrays: lora_down [r, in, ...], lora_up [out, r, ...], lora_mid, dora_scale, lora_bias; diff,
     diff_b; hada_w1_a ...; lokr_w1 ...; alpha. ``rank``, ``scale`` (the factor of the update, alpha and rank resolved),
-    ``scale_rule`` and ``scale_text`` (why it is that) are found too; ``alpha`` given here counts where there is no alpha
-    among the tensors; with neither the factor is 1.
+    ``scale_rule`` and ``scale_text`` (why it is that) are found too. For an entry that is made, the factor is that of the
+    tensor alpha, else of ``alpha`` given here, else ``scale``.
 
     ``rows`` is empty where the entry covers the layer, else (row, native_row, rows): rows of the entry, and which rows
     of the layer they are; ``native_rows`` is then the number of all rows of the layer."""
@@ -57,16 +57,14 @@ class Entry:
         tensors = [
             described_array(role, self.keys.get(role, ""), array) for role, array in self.tensors.items()
         ]
-        alpha = self.alpha
-        if alpha is None and "alpha" not in self.tensors and self.rank and self.scale != 1:
-            alpha = self.scale * self.rank
         return {
             "component": self.component,
             "path": self.path,
             "rows": [tuple(piece) for piece in self.rows],
             "native_rows": self.native_rows,
-            "alpha": alpha,
-            "factor": None if self.rank else self.scale,
+            "alpha": self.alpha,
+            "scale": self.scale,
+            "scale_text": self.scale_text,
             "tensors": tensors,
         }
 

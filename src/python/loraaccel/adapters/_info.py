@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from loraaccel import _core
-from loraaccel.adapters._entry import Adapter
-from loraaccel.adapters._files import load
+from loraaccel.adapters._files import _read_options
+
+NAMES_IN_PROBLEM = 5
 
 
 @dataclass
@@ -25,10 +26,11 @@ class Summary:
     kinds: dict[str, int]
     ranks: dict[int, int]
     scales: dict[float, int]
+    """The factors of the updates, and of how many layers they are."""
     scale_rules: dict[str, int]
     dtypes: dict[str, int]
     norms: dict[str, float]
-    """Frobenius norms of the updates: smallest, largest, and of all together."""
+    """Frobenius norms of the updates: the smallest, the largest, and that of all of them together."""
     hashes: dict[str, str]
     metadata: dict[str, str]
     problems: list[str]
@@ -39,69 +41,56 @@ class Summary:
 
 
 def summary(path: str | os.PathLike[str], *, base: str | None = None, norms: bool = True) -> Summary:
-    """Reads the file and says what it is. Unlike ``load``, keys that match nothing are problems, not an error."""
-    adapter = load(path, base=base, allow_unmatched=True, framework="np_bits")
-    return summarise(adapter, os.fspath(path), norms)
-
-
-def summarise(adapter: Adapter, path: str, norms: bool) -> Summary:
-    layers: list[dict[str, Any]] = []
-    dtypes: Counter[str] = Counter()
-    for entry in adapter.entries:
-        described = entry._described()
-        dtypes.update(t["dtype"] for t in described["tensors"])
-        layer = {
-            "component": entry.component,
-            "path": entry.path,
-            "rows": entry.rows,
-            "kind": entry.kind,
-            "rank": entry.rank,
-            "scale": entry.scale,
-            "scale_rule": entry.scale_rule,
-            "scale_text": entry.scale_text,
-            "dora": "dora_scale" in entry.tensors,
-        }
-        if norms:
-            layer["norm"] = _core.adapter_norm(described)
-        layers.append(layer)
-    known = [layer["norm"] for layer in layers if layer.get("norm") is not None]
-    total = {"min": min(known), "max": max(known), "all": math.sqrt(sum(n * n for n in known))} if known else {}
+    """Reads an adapter and says what it is. Keys that match no layer are problems here, not an error."""
+    name = os.fspath(path)
+    described = _core.adapter_inspect(name, _read_options(base, None, True, ()), norms)
+    layers = [_layer(entry) for entry in described["entries"]]
+    known = [layer["norm"] for layer in layers if layer["norm"] is not None]
     return Summary(
-        path=path,
-        base=adapter.base,
-        also_fits=adapter.also_fits,
-        format=adapter.format,
-        components=dict(Counter(e.component for e in adapter.entries)),
-        kinds=dict(Counter(e.kind for e in adapter.entries)),
-        ranks=dict(sorted(Counter(e.rank for e in adapter.entries).items())),
-        scales=dict(sorted(Counter(e.scale for e in adapter.entries).items())),
-        scale_rules=dict(Counter(e.scale_rule for e in adapter.entries)),
-        dtypes=dict(dtypes),
-        norms=total,
-        hashes=_hashes(path, adapter),
-        metadata=adapter.metadata,
-        problems=[*_problems(adapter, layers), *adapter.notes],
+        path=name,
+        base=described["base"],
+        also_fits=described["also_fits"],
+        format=described["format"],
+        components=_counts(layers, "component"),
+        kinds=_counts(layers, "kind"),
+        ranks=dict(sorted(_counts(layers, "rank").items())),
+        scales=dict(sorted(_counts(layers, "scale").items())),
+        scale_rules=_counts(layers, "scale_rule"),
+        dtypes=dict(Counter(t["dtype"] for entry in described["entries"] for t in entry["tensors"])),
+        norms={"min": min(known), "max": max(known), "all": math.hypot(*known)} if known else {},
+        hashes=_hashes(name),
+        metadata=described["metadata"],
+        problems=[*_problems(described["unused"], layers), *described["notes"]],
         layers=layers,
     )
 
 
-def _hashes(path: str, adapter: Adapter) -> dict[str, str]:
-    """Of the file's tensors, and those that its metadata claims."""
+def _layer(entry: dict[str, Any]) -> dict[str, Any]:
+    layer = {key: value for key, value in entry.items() if key not in ("tensors", "native_rows")}
+    layer["dora"] = any(t["role"] == "dora_scale" for t in entry["tensors"])
+    return layer
+
+
+def _counts(layers: list[dict[str, Any]], key: str) -> dict[Any, int]:
+    return dict(Counter(layer[key] for layer in layers))
+
+
+def _hashes(path: str) -> dict[str, str]:
     if not os.path.isfile(path):
         return {}
-    model_hash, legacy_hash = _core.adapter_hashes(path)
-    return {"sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
+    model, legacy = _core.adapter_hashes(path)
+    return {"sshs_model_hash": model, "sshs_legacy_hash": legacy}
 
 
-def _problems(adapter: Adapter, layers: list[dict[str, Any]]) -> list[str]:
+def _problems(unused: list[str], layers: list[dict[str, Any]]) -> list[str]:
     problems = []
-    if adapter.unused:
-        names = ", ".join(adapter.unused[:5])
-        problems.append(f"{len(adapter.unused)} tensors match no layer: {names}")
-    broken = [layer["path"] for layer in layers if layer.get("norm") is not None and not math.isfinite(layer["norm"])]
+    if unused:
+        problems.append(f"{len(unused)} tensors match no layer: {', '.join(unused[:NAMES_IN_PROBLEM])}")
+    norms = [(layer["path"], layer["norm"]) for layer in layers if layer["norm"] is not None]
+    broken = [path for path, norm in norms if not math.isfinite(norm)]
     if broken:
-        problems.append(f"{len(broken)} updates are not finite, as of {broken[0]}")
-    zero = [layer["path"] for layer in layers if layer.get("norm") == 0]
+        problems.append(f"{len(broken)} updates are not finite: {', '.join(broken[:NAMES_IN_PROBLEM])}")
+    zero = [path for path, norm in norms if norm == 0]
     if zero:
-        problems.append(f"{len(zero)} updates are zero, as of {zero[0]}")
+        problems.append(f"{len(zero)} updates are zero: {', '.join(zero[:NAMES_IN_PROBLEM])}")
     return problems
