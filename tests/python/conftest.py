@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,22 @@ def kernel_calls() -> Callable[[], dict[str, int]]:
         return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
 
     return since
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers over one input are computed together however small they are."""
+    from loraaccel.integrations import group_scope
+
+    monkeypatch.setattr(group_scope, "MIN_WORK", 0)
+
+
+@pytest.fixture
+def no_wrong_guess() -> Iterator[None]:
+    """What belongs together in an attention module was guessed right."""
+    before = dict(loraaccel.info()["ungrouped"])
+    yield
+    assert loraaccel.info()["ungrouped"] == before
 
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

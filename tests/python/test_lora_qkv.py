@@ -233,6 +233,40 @@ def test_without_recording(mode: Callable[[], Any]) -> None:
         assert torch.equal(y, recorded[f"{j} y"])
 
 
+def test_an_output_without_a_gradient_gives_its_layer_none() -> None:
+    """As where each layer is a node of its own: an optimizer with weight decay leaves None alone, and not zeros."""
+    made = Leaves(make_group((2, 5), 24, ODD, (F32, F32)))
+    outputs = lora_qkv(*made.args())
+    outputs[1].square().sum().backward()
+    with_gradient = {name for name, t in made.named().items() if t.grad is not None}
+    assert with_gradient == {"x", *(name for name in made.named() if name.startswith("1 "))}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_outputs_may_be_changed_in_place(grad: bool) -> None:
+    calls = make_group((2, 5), 24, ODD, (F32, F32))
+    made = Leaves(calls)
+    with torch.set_grad_enabled(grad):
+        first, second, *_ = outputs = lora_qkv(*made.args())
+        kept = [y.detach().clone() for y in outputs]
+        squares = second.square()  # keeps the second
+        first[..., 1:].mul_(3)
+        first.add_(1)
+    want = kept[0].clone()
+    want[..., 1:] *= 3
+    assert torch.equal(first, want + 1)
+    assert all(torch.equal(y, k) for y, k in zip(outputs[1:], kept[1:], strict=True))
+    if grad:
+        (first.sum() + squares.sum()).backward()
+        other = Leaves(calls)
+        first, second, *_ = lora_qkv(*other.args())
+        ones = torch.full_like(first, 3.0)
+        ones[..., 0] = 1.0
+        torch.autograd.backward([first, second], [ones, 2 * second.detach()])
+        for (name, t), u in zip(made.named().items(), other.named().values(), strict=True):
+            assert (t.grad is None and u.grad is None) or torch.equal(t.grad, u.grad), name
+
+
 def test_gradient_of_a_gradient_is_refused() -> None:
     made = Leaves(make_group((3,), 5, ODD, (F64, F64)))
     (grad,) = torch.autograd.grad(lora_qkv(*made.args())[0].square().sum(), made.x, create_graph=True)

@@ -60,6 +60,7 @@ def test_info_says_what_is_there_and_what_ran(kernel_calls: Callable[[], dict[st
         "version",
         "switch",
         "packing",
+        "ungrouped",
         "choice",
         "torch",
         "cpu",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from loraaccel import _eager, _packing, _state
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -121,6 +122,7 @@ def kept_packing(weight: Tensor, x: Tensor, for_input_gradient: bool) -> Tensor 
 AdapterLists: TypeAlias = tuple[list[Tensor], list[Tensor], list[float], list[float], RankMasks | tuple[()]]
 
 
+@says_layer
 class LoraLinearFunction(torch.autograd.Function):
     """Eager path: about a third of the dispatcher's overhead for a registered formula."""
 
@@ -174,14 +176,34 @@ class LoraLinearFunction(torch.autograd.Function):
                     grad, x, weight, a, b, hidden, scalings, dropouts, seed, mask, packed, *masks
                 )
         wanted = iter(computed)
-        grads: list[Tensor | None] = [next(wanted) if m else None for m in mask]
-        if dtypes is not None:
-            # Through autocast's type, the bias's too: as where autocast's casts are recorded (compiled code).
-            grads[:3] = [
-                None if g is None else g.to(x.dtype).to(t) for g, t in zip(grads[:3], dtypes, strict=True)
-            ]
-        gx, gw, gb, *gab = _refuse_double_backward(grads, (grad, x, weight, *adapters))
-        return gx, gw, gb, None, None, None, *gab
+        grads = [next(wanted) if m else None for m in mask]
+        return _linear_gradients(grads, dtypes, (grad, x, weight, *adapters))
+
+    @staticmethod
+    def backward_in_torch(ctx: Any, grad: Tensor) -> Any:
+        """The gradients where the operator fails; None with dropout, whose masks only native code makes."""
+        likes, scalings, dropouts, _, dtypes, masks = ctx.rest
+        if any(dropouts) or masks:
+            return None
+        hidden, *saved = ctx.saved_tensors
+        x, weight, *adapters = kept_or_shape(saved, likes)
+        needs = ctx.needs_input_grad
+        computed = _eager.lora_linear_backward(grad, x, weight, adapters, hidden, scalings)
+        grads = [g if m else None for g, m in zip(computed, [*needs[:3], *needs[6:]], strict=True)]
+        return _linear_gradients(grads, dtypes, (grad, x, weight, *adapters))
+
+
+def _linear_gradients(
+    grads: list[Tensor | None], dtypes: Sequence[Any] | None, sources: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """What LoraLinearFunction.backward returns. dtypes: of x, weight and bias before autocast; sources: grad, x as it
+    was used, and the rest."""
+    if dtypes is not None:
+        # Through autocast's type, the bias's too: as where autocast's casts are recorded (compiled code).
+        used = sources[1].dtype
+        grads[:3] = [None if g is None else g.to(used).to(t) for g, t in zip(grads[:3], dtypes, strict=True)]
+    gx, gw, gb, *gab = _refuse_double_backward(grads, sources)
+    return gx, gw, gb, None, None, None, *gab
 
 
 def _is_batched(grad: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from loraaccel import _autograd, _core, _expand
 from loraaccel._autograd import _below_autograd, autocast_dtype
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -162,6 +163,7 @@ def _gradients(
     return gx, gw, gb, ga, gup
 
 
+@says_layer
 class _LoraConv(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _below_autograd
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel._saved import keep_or_shape, kept_or_shape
 
@@ -34,6 +35,7 @@ class DeltaCall(NamedTuple):
         return self.rank_dropouts, self.output_dropout, self.adapter_ids, self.rank_factors
 
 
+@says_layer
 class LoraDeltaFunction(torch.autograd.Function):
     """`adapters`: A and B of each."""
 

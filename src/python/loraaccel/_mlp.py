@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._qkv import (
     GroupCall,
@@ -30,6 +31,7 @@ backward_op = operator("lora_mlp_backward")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # numbers of the operators
 
 
+@says_layer
 class LoraMlpFunction(torch.autograd.Function):
     """`tensors`: weights of gate, up, down (or up, down), the biases that there are, A and B of each adapter."""
 

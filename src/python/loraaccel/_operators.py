@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from loraaccel import _native, _runtime
+from loraaccel import _layers, _native, _runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +46,8 @@ def register_autograd(
 ) -> None:
     """The formula for whoever calls the operator itself: compiled code, direct users of torch.ops, operators whose
     eager path has no autograd.Function."""
+    if setup_context is not None:
+        backward, setup_context = _layers.naming(backward), _layers.remembering(setup_context)
     if REGISTERED:
         torch.library.register_autograd(f"loraaccel::{name}", backward, setup_context=setup_context)
     else:

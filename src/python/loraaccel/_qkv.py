@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loraaccel import _autograd
 from loraaccel._autograd import _NO_AUTOCAST, _below_autograd
+from loraaccel._layers import says_layer
 from loraaccel._operators import operator, register_autocast, register_autograd, register_fake
 from loraaccel._saved import Shape, keep_or_shape, kept_or_shape
 
@@ -54,6 +55,17 @@ class GroupCall(NamedTuple):
             at += 2 * count
         return mask
 
+    def mask_of_used(self, x: bool, needs: Sequence[bool], grads: Sequence[Tensor | None]) -> list[bool]:
+        """mask() without the layers whose output has no gradient: as where each layer is a node of its own, theirs are
+        None, and an optimizer leaves them alone."""
+        mask, at = self.mask(x, needs), 1
+        for grad, count in zip(grads, self.adapters, strict=True):
+            end = at + 2 + 2 * count
+            if grad is None:
+                mask[at:end] = [False] * (end - at)
+            at = end
+        return mask
+
     def flat(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients in the order of the mask, None where not wanted: that of x, and those of the flat list."""
         x, *rest = grads
@@ -78,6 +90,12 @@ class GroupCall(NamedTuple):
 def split(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs of the projections: views of the packed result."""
     return y.split([w.shape[0] for w in weights], dim=-1)
+
+
+def split_apart(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same as tensors of their own to autograd, each with a version counter: they share no number, only the
+    buffer, and torch refuses changes in place of views that one Function returned."""
+    return tuple(part.data for part in split(y, weights))
 
 
 def run_below(op: Any, call: GroupCall, x: Tensor, tensors: Sequence[Tensor], *rest: Any) -> Any:
@@ -124,6 +142,7 @@ def types_before(call: GroupCall, x: Tensor, tensors: Sequence[Tensor]) -> list[
     return [t.dtype for t in (x, *weights, *biases)]
 
 
+@says_layer
 class LoraQkvFunction(torch.autograd.Function):
     """`tensors`: the weights, the biases that there are, and A and B of each adapter."""
 
@@ -132,13 +151,14 @@ class LoraQkvFunction(torch.autograd.Function):
         ctx: Any, call: GroupCall, x: Tensor, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         y = _forward(ctx, call, x, seed, tensors)
-        return split(y, tensors[: len(call.has_bias)])
+        return split_apart(y, tensors[: len(call.has_bias)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return _group_backward(ctx, grads)
 
 
+@says_layer
 class LoraQkvPackedFunction(torch.autograd.Function):
     """The same with the outputs side by side in one tensor."""
 
@@ -175,7 +195,7 @@ def _group_backward(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     hidden, seed, *saved = ctx.saved_tensors
     x, weights, adapters = kept_operands(call, saved, ctx.likes)
     need_x, _, *needs = ctx.needs_input_grad[1:]
-    mask = call.mask(need_x, needs)
+    mask = call.mask_of_used(need_x, needs, grads)
     present = [g for g in grads if g is not None]
     refuse_batched("lora_qkv", present)
     with _below_autograd():

@@ -135,6 +135,9 @@ def info() -> dict[str, Any]:
     began (calls inside torch.compile'd code are not seen by the interpreter and so not counted); packing: policy,
     budget_bytes, and of the packed weights kept by set_packing("always") the bytes now, their number, and how often one
     was used (hits), made (packed), given up (dropped) or did not fit (over_budget);
+    ungrouped: how often layers of an attention module were found not to go together, by reason ("other_input": one was
+    called with another input or not at all, "layout": the module reads an output as one block of memory,
+    "forward_replaced": its forward was replaced before patch());
     choice: from how many rows on torch's GEMM is borrowed, by type (None: never), and the source: "model" or the date
     of `loraaccel tune`.
     """
@@ -155,4 +158,5 @@ def info() -> dict[str, Any]:
         "packing": _packing.report(),
         "choice": _choice_report(),
         "calls": {"fused": dict(_state.fused), "fallback": dict(_state.fallback)},
+        "ungrouped": dict(_state.ungrouped),
     }

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 # Forward calls of LoRA modules since the process began, by kind of operator and by reason of falling back.
 fused: Counter[str] = Counter()
 fallback: Counter[str] = Counter()
+# Attention modules whose layers turned out not to be computed together, by reason.
+ungrouped: Counter[str] = Counter()
 
 # Above zero inside `disabled()`.
 disabled_depth = 0

@@ -314,8 +314,8 @@ def lora_qkv(
     x [..., K] → a tuple of y_j [..., N_j], in the order given. Sequences of equal length, any number of projections:
     weights [N_j, K], biases [N_j] or None, lora_As [R_j, K] and lora_Bs [N_j, R_j], both or neither None. Sizes
     and ranks may differ (grouped-query attention). x is read once. The outputs are views of one packed buffer
-    [..., sum of N_j]: concatenating them costs nothing where the caller takes the buffer instead. (torch does not let
-    views of one Function's output be changed in place while gradients are recorded.)
+    [..., sum of N_j]: concatenating them costs nothing where the caller takes the buffer instead. Each of them may be
+    changed in place.
 
     Types, gradients, autocast and errors as in `lora_linear`; dx is the sum over the projections, rounded once (16-bit
     sums by torch's GEMM: once for each projection).
@@ -363,7 +363,8 @@ def lora_qkv_adapters(
     call, tensors = _group_call(x, weights, biases, adapters, scalings, dropouts, rank_dropouts)
     if not torch.compiler.is_compiling() and _records_gradients():
         return _qkv.LoraQkvFunction.apply(call, x, _group_seed(call), *tensors)
-    return _qkv.split(_qkv_below(call, x, tensors), weights)
+    y = _qkv_below(call, x, tensors)
+    return _qkv.split(y, weights) if torch.compiler.is_compiling() else _qkv.split_apart(y, weights)
 
 
 def lora_qkv_packed(

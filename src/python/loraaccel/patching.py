@@ -11,14 +11,15 @@ from torch import nn
 
 from loraaccel import _state
 from loraaccel._state import disabled
-from loraaccel.integrations import kohya_network, patched
+from loraaccel.integrations import frozen as frozen_layers
+from loraaccel.integrations import groups, kohya_network, patched
 from loraaccel.integrations.hosts import Host, host_of
 
 __all__ = ["ModuleReport", "PatchReport", "disabled", "patch", "unpatch"]
 
 KINDS = (
-    "lora_linear", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding", "loha_linear",
-    "loha_conv2d", "lokr_linear", "lokr_conv2d",
+    "lora_linear", "lora_qkv", "dora_linear", "lora_delta", "lora_linear_batched", "lora_conv2d", "lora_embedding",
+    "loha_linear", "loha_conv2d", "lokr_linear", "lokr_conv2d",
 )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def patch(
     strict: bool = False,
     verify: int = 0,
     factored: bool = False,
+    frozen: bool = False,
 ) -> PatchReport:
     """Routes the LoRA layers of a model through loraaccel's operators, in place.
 
@@ -85,6 +87,8 @@ def patch(
 
     kinds: operators to use, None is all; a subset of
         "lora_linear": linear layers, with a bias of the adapter or not, also transformers' Conv1D;
+        "lora_qkv": q, k and v of an attention module of diffusers over one input, computed together (info() counts
+            one call for each of them);
         "dora_linear": linear layers with DoRA;
         "lora_delta": linear layers whose frozen half computes its own output (quantised, another class, with hooks);
         "lora_linear_batched": linear layers called with an adapter for each sample (adapter_names);
@@ -99,6 +103,10 @@ def patch(
     mode): the change is computed from its factors. That is faster and loses less, and it is not the host's rounding:
     W' - W is rounded to the last bits of W, ours is not. Without it such modules report ``rebuilt``.
 
+    frozen: also torch.nn.Linear layers without LoRA whose parameters are frozen, in float32 and float16: the gradient
+    of their input is computed by our kernel (kind "frozen_linear" in info(); not in the report, and `kinds` and
+    `verify` do not concern them). The forward pass and calls without gradients stay torch's own, bit for bit.
+
     With ``LORAACCEL=0`` nothing is patched and the report says so. Raises TypeError for something that is no nn.Module,
     ValueError for an unknown kind, ImportError where the operators cannot be loaded.
     """
@@ -110,6 +118,7 @@ def patch(
     if unknown:
         raise ValueError(f"patch: kinds has {unknown}, expected a subset of {list(KINDS)}")
     wanted = frozenset(KINDS if kinds is None else kinds)
+    frozen_layers.release(model)
     found = [
         (module, host, *_decide(module, name, kind, host, wanted, factored))
         for name, module, kind, host in _lora_modules(model)
@@ -131,13 +140,17 @@ def patch(
             patched.install(module, _new_state(entry, never, host, verify, limits, factored))
         elif verify:
             state.verify = verify
+    groups.install(model)
+    if frozen:
+        frozen_layers.install(model)
     return report
 
 
 def _new_state(
     entry: ModuleReport, never: str, host: Host, verify: int, limits: frozenset[str] | None, factored: bool
 ) -> patched.PatchState:
-    plain = host.name == "peft" and entry.kind == "lora_linear" and "lora_linear" in (limits or KINDS)
+    wanted = limits is None or "lora_linear" in limits or "lora_qkv" in limits
+    plain = host.name == "peft" and entry.kind == "lora_linear" and wanted
     return patched.PatchState(entry.name, never, verify, limits, plain, host=host, factored=factored)
 
 
@@ -157,6 +170,7 @@ def patch_as_it_comes(
             state.roll_back = roll_back
             patched.install(module, state)
         yield entry, state
+    groups.install(model)
 
 
 def unpatch(model: nn.Module) -> int:
@@ -165,6 +179,7 @@ def unpatch(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model is a {type(model).__name__}, expected a torch.nn.Module")
     for module in model.modules():
+        groups.remove(module)
         kohya_network.give_back(module)
     return sum(patched.remove(module) for module in model.modules())
 
@@ -180,7 +195,7 @@ def _lora_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Host]
 
 def _uses(kind: str) -> frozenset[str]:
     """Operators that a module of this kind may run, depending on its state and on the call."""
-    linear = ("lora_linear", "dora_linear", "lora_delta", "lora_linear_batched")
+    linear = ("lora_linear", "lora_qkv", "dora_linear", "lora_delta", "lora_linear_batched")
     return frozenset(linear) if kind == "lora_linear" else frozenset({kind})
 
 

@@ -60,26 +60,24 @@ class MemorySink final : public Sink {
   char* next_;
 };
 
-Status write_data(const std::string& what, const SavePlan& plan, HashWorker* hashes, Sink* sink,
-                  SaveReport* report) {
-  ChunkProducer producer(what, plan);
+Status write_data(ChunkProducer* producer, HashWorker* hashes, Sink* sink) {
   Chunk chunk;
   for (int slot = 0;; slot = (slot + 1) % kSlots) {
     if (hashes != nullptr) {
       if (chunk.borrowed) hashes->wait_for_all();
       hashes->wait_for_slot(slot);
     }
-    LORAACCEL_RETURN_IF_ERROR(producer.next(slot, &chunk));
+    LORAACCEL_RETURN_IF_ERROR(producer->next(slot, &chunk));
     if (chunk.parts.empty()) break;
     if (hashes != nullptr) hashes->add(chunk);
     LORAACCEL_RETURN_IF_ERROR(sink->append(chunk.parts));
   }
-  report->losses = producer.losses();
   return {};
 }
 
 Status write_plan(const std::string& what, const SavePlan& plan, const SaveOptions& options,
                   Sink* sink, SaveReport* report) {
+  ChunkProducer producer(what, plan);  // its memory is read by what comes next
   std::optional<HashWorker> hashes;
   if (options.hashes || options.hashes_in_metadata) {
     hashes.emplace(plan.legacy_header);
@@ -87,7 +85,8 @@ Status write_plan(const std::string& what, const SavePlan& plan, const SaveOptio
   }
   const iovec header{const_cast<char*>(plan.header.data()), plan.header.size()};
   LORAACCEL_RETURN_IF_ERROR(sink->append({&header, 1}));
-  LORAACCEL_RETURN_IF_ERROR(write_data(what, plan, hashes ? &*hashes : nullptr, sink, report));
+  LORAACCEL_RETURN_IF_ERROR(write_data(&producer, hashes ? &*hashes : nullptr, sink));
+  report->losses = producer.losses();
   if (hashes) hashes->finish(&report->model_hash, &report->legacy_hash);
   if (options.hashes_in_metadata) {
     LORAACCEL_RETURN_IF_ERROR(

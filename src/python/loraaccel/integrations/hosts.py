@@ -39,6 +39,7 @@ class Host(NamedTuple):
     rebind: Callable[[nn.Module], None] = _nothing
     # True for a module whose results the operators give with other roundings: only for those who ask for it.
     rebuilds: Callable[[nn.Module], bool] = _never
+    counted: bool = True  # calls of the module's own forward are counted, by reason
 
 
 HOSTS = (

@@ -12,6 +12,7 @@ import random
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from loraaccel import _state
-from loraaccel.integrations import peft, peft_forms
+from loraaccel import _layers, _state
+from loraaccel._layers import current
+from loraaccel.integrations import group_scope, peft, peft_forms
 from loraaccel.integrations.hosts import HOSTS, Host
 from loraaccel.integrations.peft_forms import Form
 from loraaccel.ops import run_lora_linear
@@ -38,10 +40,11 @@ class PatchState:
     reason: str  # why it is never fused: excluded, unsupported, rolled back; empty where each call decides
     verify: int  # calls that are still to be compared
     kinds: frozenset[str] | None = None  # operators that may be used; None: all
-    plain: bool = True  # a linear layer for which "lora_linear" may be used
+    plain: bool = True  # a linear layer of PEFT for which "lora_linear" or "lora_qkv" may be used
     looks: int = 8  # times that it will still look for a re-entrant checkpoint around it
     host: Host = HOSTS[0]
     factored: bool = False  # a rebuilt weight may be computed from its factors
+    role: str = ""  # its name in an attention module that computes its layers together (`groups`)
     roll_back: bool = False  # after an error in native code run the module's own forward, from then on
     fused: int = 0  # calls that an operator served
     own: Counter[str] = field(default_factory=Counter)  # calls of the module's own forward, by reason
@@ -49,7 +52,7 @@ class PatchState:
 
 
 ATTRIBUTE = "_loraaccel"  # of a patched module: its PatchState
-_BASE = "_loraaccel_base"  # of a patched class: the class it stands for
+BASE = "_loraaccel_base"  # of a patched class: the class it stands for
 _SUBCLASS = "_loraaccel_subclass"  # of that class: the patched one
 
 
@@ -60,18 +63,18 @@ def state_of(module: nn.Module) -> PatchState | None:
 
 def base_class(module: nn.Module) -> type:
     """The module's class as it is without us."""
-    return getattr(type(module), _BASE, type(module))
+    return getattr(type(module), BASE, type(module))
 
 
-def _is_ours(cls: type) -> bool:
+def is_ours(cls: type) -> bool:
     """True for a class that patched_class() made, not for one that somebody derived from it (parametrize, FSDP2)."""
-    return _BASE in cls.__dict__
+    return BASE in cls.__dict__
 
 
 def install(module: nn.Module, state: PatchState) -> None:
     """Patches a module; one that is patched gets the new state."""
     module.__dict__[ATTRIBUTE] = state
-    if not hasattr(type(module), _BASE):
+    if not hasattr(type(module), BASE):
         module.__class__ = patched_class(type(module))
         state.host.rebind(module)
 
@@ -83,7 +86,7 @@ def remove(module: nn.Module) -> bool:
     if state is None:
         return False
     del module.__dict__[ATTRIBUTE]
-    if _is_ours(type(module)):
+    if is_ours(type(module)):
         module.__class__ = base_class(module)
         state.host.rebind(module)
     return True
@@ -114,7 +117,7 @@ def _make_class(base: type) -> type:
                 if state.verify <= 0 or _verified(self, state, args, kwargs, form):
                     if state.looks > 0 and self.training and not torch.is_grad_enabled():
                         _look_for_lost_gradients(state)
-                    y = form.run()
+                    y = _run(state, form)
                     _state.fused[form.kind] += 1
                     state.fused += 1
                     return y
@@ -126,18 +129,33 @@ def _make_class(base: type) -> type:
                     if drawn[1] is not None:
                         random.setstate(drawn[1])
             form = state.reason
-        if not compiling:
+        if not compiling and state.host.counted:
             _state.fallback[form] += 1
             state.own[form] += 1
         return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
+    return subclass(base, forward, _new_patched)
+
+
+def subclass(base: type, forward: Callable[..., Any], new: Callable[[type], Any]) -> type:
+    """A subclass of `base` with another forward, by the same name. new(base) makes an empty object of it, for copy and
+    pickle."""
+
     def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = base.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
-        return (_new_patched, (base,), *reduced[2:]) if _is_ours(type(self)) else reduced
+        return (new, (base,), *reduced[2:]) if is_ours(type(self)) else reduced
 
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members = {**same, "forward": forward, "__reduce_ex__": reduce_ex, _BASE: base}
+    members = {**same, "forward": forward, "__reduce_ex__": reduce_ex, BASE: base}
     return type(base.__name__, (base,), members)
+
+
+def _run(state: PatchState, form: Form) -> Any:
+    outer, current.layer = current.layer, (state, form.kind)
+    try:
+        return form.run()
+    finally:
+        current.layer = outer
 
 
 def _new_patched(base: type) -> Any:
@@ -160,8 +178,17 @@ def _form_of(
     if state.reason:
         return state.reason
     plain = state.plain and len(args) == 1 and not kwargs
+    scope = group_scope.current.get() if plain and state.role and not compiling else None
+    waiting = None if scope is None else scope.ready_form(module, state.role, args[0])
+    if waiting is not None:
+        return waiting
     call = peft.fused_call(module, args[0], compiling) if plain else ""
     if isinstance(call, tuple):  # the common case of PEFT, by the shortest way
+        together = None if scope is None else scope.first_form(module, state.role, call)
+        if together is not None:
+            return together
+        if state.kinds is not None and "lora_linear" not in state.kinds:
+            return "kind_excluded"
         dtypes = tuple(a.dtype for a in call[3]) if state.verify > 0 else ()
         return Form("lora_linear", functools.partial(run_lora_linear, call), any(call[6]), dtypes)
     if call and call not in peft_forms.SECOND_LOOK:
@@ -181,20 +208,11 @@ def _generators(form: Form) -> tuple[Tensor, Any]:
 
 def _rolled_back(state: PatchState, form: Form, args: tuple[Any, ...], error: Exception) -> bool:
     """After an error in native code: names the layer in it, or warns and gives the layer up for good (True)."""
-    shapes = ", ".join(f"{list(a.shape)} {a.dtype}" for a in args if isinstance(a, Tensor))
-    where = f"in {state.name or 'a LoRA module'} ({form.kind}, x {shapes})"
+    where = f"in {state.name or 'a LoRA module'} ({form.kind}, x {_layers.shapes_of(args)})"
     if not state.roll_back:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"loraaccel: {where}")
-        else:
-            error.args = (f"{error}\nloraaccel: {where}",)
+        _layers.say_where(error, where)
         return False
-    state.reason = "native_error"
-    warnings.warn(
-        f"loraaccel: an error {where}; this layer runs its own forward from now on: {error}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    _layers.give_up(state, where, error, stacklevel=3)
     return True
 
 

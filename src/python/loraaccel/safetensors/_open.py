@@ -146,7 +146,7 @@ class SafeSlice:
         whole_bytes = ITEM_BITS[self._dtype] % 8 == 0
         if not self._shape or not whole_bytes or not _is_row_index(first):
             return self._owner.get_tensor(self._name)[key]
-        rows = range(self._shape[0])[first]  # IndexError, as for any sequence
+        rows: Any = range(self._shape[0])[first]  # IndexError, as for any sequence
         local: tuple[Any, ...]  # the key, in the rows that are read
         if isinstance(rows, int):
             first_row, count, local = rows, 1, (0, *rest)
