@@ -137,6 +137,7 @@ void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options
   const std::string& component = options.component.empty() ? source.component : options.component;
   for (size_t i = 0; i < source.tensors.size(); ++i) {
     KeyPlace& place = places->places[i];
+    if (!place.path.empty()) continue;
     for (const KeyEnding& ending : adapter_format_table().by_length) {
       std::string_view stem;
       if (!dotted_style(ending.style) || !stem_of(source.tensors[i].key, ending, &stem)) continue;
