@@ -90,7 +90,10 @@ class Assembler {
                                                       source_.tensors[i].key + " are the same tensor of " +
                                                       layer_of(place) + ", expected one of them");
       entry.tensors.push_back(source_.tensors[i]);
-      entry.tensors.back().role = place.role;
+      AdapterTensor& tensor = entry.tensors.back();
+      tensor.role = place.role;
+      // PEFT's is over outputs always, and [1, out, 1, 1] of a convolution looks like one over inputs.
+      if (place.role == AdapterRole::kDoraScale && place.peft) tensor.shape = {tensor.numel()};
     }
     return Status();
   }

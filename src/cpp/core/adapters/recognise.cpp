@@ -66,6 +66,7 @@ bool place_key(const Guess& guess, const AdapterTensor& tensor, KeyPlace* place,
         if (spelling.format != guess.format->name) continue;
         if (!find_layer(table.components[c], spelling, stem, &place->layer, &place->path)) continue;
         place->role = ending.role;
+        place->peft = ending.style == "peft";
         place->component = static_cast<int>(c);
         place->column = spelling.column;
         place->name = table.components[c].name;
@@ -91,6 +92,12 @@ auto weight_of(const Guess& g) { return std::tuple(g.known, g.usual, g.fitting);
 
 // Files of this format have one component, and their keys do not say which.
 bool one_component(const AdapterFormat& format) { return format.name == "peft"; }
+
+// Fewer known keys than this, and the file is of a model without a table. PEFT's keys spell the layer in full, and any
+// model may have a "conv_in": there nearly all must be known.
+int64_t least_known(const AdapterFormat& format, int64_t total) {
+  return one_component(format) ? total - total / 10 : (total + 1) / 2;
+}
 
 std::vector<Guess> guesses(const AdapterSource& source, const ReadAdapterOptions& options) {
   std::vector<Guess> all;
@@ -156,6 +163,7 @@ void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options
         const bool whole = ending.role == AdapterRole::kWeight || ending.role == AdapterRole::kBias;
         if (whole && (std::string_view(prefix.format) != "peft" || inside_adapter(stem))) break;
         place.role = ending.role;
+        place.peft = ending.style == "peft";
         place.path = stem.substr(std::string_view(prefix.text).size());
         place.name = prefix.component;
         if (place.name.empty()) place.name = component.empty() ? "model" : component;
@@ -222,7 +230,7 @@ Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& opt
     if (guess.known > 0 && (best == nullptr || weight_of(guess) > weight_of(*best))) best = &guess;
   }
   const auto total = static_cast<int64_t>(source.tensors.size());
-  if (best == nullptr || (options.base.empty() && best->known * 2 < total)) {
+  if (best == nullptr || (options.base.empty() && best->known < least_known(*best->format, total))) {
     place_dotted(source, options, places);
     return Status();
   }
