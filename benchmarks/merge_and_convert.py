@@ -1,11 +1,11 @@
-"""Merging an adapter into a base model of some GB against sd-scripts, and converting a 300 MB adapter: time and peak memory.
+"""Merging an adapter into a base model of some GB against sd-scripts; converting a 300 MB adapter. Time and peak memory.
 
-    python benchmarks/merge_and_convert.py --sd-scripts FOLDER --sd-python PYTHON [--gigabytes 5] [--rounds 3] [--folder DIR]
+    python benchmarks/merge_and_convert.py --sd-scripts CHECKOUT --sd-python PYTHON [--gigabytes 5] [--rounds 3]
 
-Base: the first blocks of Flux in bfloat16, random numbers; adapter: rank 16 on all their linear layers, bfloat16. Rival:
-networks/flux_merge_lora.py, with and without --mem_eff_load_save, float32 arithmetic like ours. Runs are interleaved
-(A B A B ...), each a process of its own; one prints seconds and peak resident memory. The page cache is warm: the base is
-read once before. Everything is deleted at the end."""
+Base: the first blocks of Flux in bfloat16, random numbers; adapter: rank 16 on all their linear layers, bfloat16.
+Rival: networks/flux_merge_lora.py, with and without --mem_eff_load_save, float32 arithmetic like ours. Runs are
+interleaved (A B A B ...), each a process of its own, start of Python included. Memory is the peak of the resident set.
+--folder says where the files go, which need 12 GB; they are deleted at the end. Results: README.md."""
 
 from __future__ import annotations
 
@@ -110,7 +110,14 @@ def run(command: list[str], cwd: str | None = None) -> tuple[float, float]:
 def merges(arguments: argparse.Namespace, folder: Path) -> dict[str, list[tuple[float, float]]]:
     base, adapter, target = (str(folder / f"{n}.safetensors") for n in ("base", "adapter", "merged"))
     files = ["--flux_model", base, "--models", adapter, "--ratios", "1", "--save_to", target]
-    theirs = [arguments.sd_python, "networks/flux_merge_lora.py", *files, "--precision", "float", "--no_metadata"]
+    theirs = [
+        arguments.sd_python,
+        "networks/flux_merge_lora.py",
+        *files,
+        "--precision",
+        "float",
+        "--no_metadata",
+    ]
     theirs += ["--save_precision", "bf16"]
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(arguments.rounds):
@@ -138,7 +145,9 @@ def converts(arguments: argparse.Namespace, folder: Path) -> dict[str, list[tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sd-scripts", default=None)
     parser.add_argument("--sd-python", default=sys.executable)
     parser.add_argument("--gigabytes", type=float, default=5)
@@ -155,7 +164,9 @@ def main() -> None:
     for name, runs in rows.items():
         seconds = [s for s, _ in runs]
         spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-        print(f"{name:40} {statistics.median(seconds):7.2f} s ({spread})  peak {max(mb for _, mb in runs):7.0f} MB")
+        print(
+            f"{name:40} {statistics.median(seconds):7.2f} s ({spread})  peak {max(mb for _, mb in runs):7.0f} MB"
+        )
     print(json.dumps(rows))
 
 

@@ -43,5 +43,5 @@ def assert_same_tensors(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Keys, types, shapes and bytes."""
     assert set(first) == set(second)
     for key, tensor in first.items():
-        assert tensor.dtype == second[key].dtype and tensor.shape == second[key].shape, key
+        assert (tensor.dtype, tensor.shape) == (second[key].dtype, second[key].shape), key
         assert torch.equal(tensor, second[key]), key

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import true_names
+
 from loraaccel import adapters
 
 FORMATS = ("kohya", "peft", "diffusers", "comfy", "ai-toolkit", "onetrainer", "lycoris")
@@ -64,7 +65,9 @@ NO_PLACE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "lokr-pair", "lokr-pairs", "full", "locon", "tucker"])
+@pytest.mark.parametrize(
+    "kind", ["lora", "dora", "loha", "lokr", "lokr-pair", "lokr-pairs", "full", "locon", "tucker"]
+)
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_kind_through_every_format(kind, to, tmp_path):
     base = "sd15"
@@ -87,7 +90,9 @@ def test_every_kind_through_every_format(kind, to, tmp_path):
     if to != "ai-toolkit":
         adapters.save(again, tmp_path / "back.safetensors", "kohya")
         back = safetensors.torch.load_file(tmp_path / "back.safetensors")
-        if kind == "lokr":  # alpha means nothing beside whole factors, and PEFT's configuration has no place for it
+        if (
+            kind == "lokr"
+        ):  # alpha means nothing beside whole factors, and PEFT's configuration has no place for it
             back[f"{site}.alpha"] = tensors[f"{site}.alpha"]
         adapter_files.assert_same_tensors(tensors, back)
 
@@ -119,9 +124,15 @@ def test_lokr_is_cut_where_parts_begin_at_the_second_factor_s_rows(tmp_path):
 def test_the_two_halves_of_final_layer_s_modulation_change_places(tmp_path):
     g = adapter_files.seeded()
     stem = "lora_unet_final_layer_adaLN_modulation_1"
-    tensors = {f"{stem}.lora_down.weight": n(g, 2, 6), f"{stem}.lora_up.weight": n(g, 8, 2), f"{stem}.alpha": torch.tensor(2.0)}
+    tensors = {
+        f"{stem}.lora_down.weight": n(g, 2, 6),
+        f"{stem}.lora_up.weight": n(g, 8, 2),
+        f"{stem}.alpha": torch.tensor(2.0),
+    }
     adapters.save(adapters.load(tensors, base="flux"), tmp_path / "d.safetensors", "diffusers")
-    stored = safetensors.torch.load_file(tmp_path / "d.safetensors")["transformer.norm_out.linear.lora_B.weight"]
+    stored = safetensors.torch.load_file(tmp_path / "d.safetensors")[
+        "transformer.norm_out.linear.lora_B.weight"
+    ]
     up = tensors[f"{stem}.lora_up.weight"]
     assert torch.equal(stored, torch.cat([up[4:], up[:4]]))
 
@@ -150,7 +161,14 @@ OLD = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor.to_q
 @pytest.mark.parametrize(
     ("down", "up", "sizes", "base", "kind", "path"),
     [
-        (f"{XLABS}.down.weight", f"{XLABS}.up.weight", (3072, 9216), "flux", "xlabs", "double_blocks.0.img_attn.qkv"),
+        (
+            f"{XLABS}.down.weight",
+            f"{XLABS}.up.weight",
+            (3072, 9216),
+            "flux",
+            "xlabs",
+            "double_blocks.0.img_attn.qkv",
+        ),
         (
             "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight",
             "diffusion_model.double_blocks.0.img_attn.qkv.lora_B.weight",
@@ -167,7 +185,14 @@ OLD = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor.to_q
             "bfl",
             "double_blocks.0.img_attn.qkv",
         ),
-        (f"{OLD}.down.weight", f"{OLD}.up.weight", (320, 320), "sd15", "diffusers-old", "input_blocks.1.1.transformer_blocks.0.attn1.to_q"),
+        (
+            f"{OLD}.down.weight",
+            f"{OLD}.up.weight",
+            (320, 320),
+            "sd15",
+            "diffusers-old",
+            "input_blocks.1.1.transformer_blocks.0.attn1.to_q",
+        ),
         (
             "lycoris_transformer_blocks_0_attn_to_add_out.lora_down.weight",
             "lycoris_transformer_blocks_0_attn_to_add_out.lora_up.weight",
@@ -198,7 +223,9 @@ def test_bytes_of_tensors_that_are_only_renamed_are_untouched(tmp_path):
     for i in range(2):
         stem = f"{SITES['sd15'].replace('attn1', f'attn{i + 1}')}"
         raw = torch.randint(0, 65536, (4 * 320,), generator=g, dtype=torch.int32).to(torch.int16)
-        tensors[f"{stem}.lora_down.weight"] = raw.view(torch.float16).reshape(4, 320)  # NaNs and subnormals, too
+        tensors[f"{stem}.lora_down.weight"] = raw.view(torch.float16).reshape(
+            4, 320
+        )  # NaNs and subnormals, too
         tensors[f"{stem}.lora_up.weight"] = raw.view(torch.float16).reshape(320, 4).clone()
         tensors[f"{stem}.alpha"] = torch.tensor(4.0).half()
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
@@ -218,7 +245,13 @@ def test_language_models_keep_their_paths(tmp_path):
         "base_model.model.model.embed_tokens.lora_embedding_B": torch.ones(6, 4),
         "base_model.model.score.weight": torch.ones(2, 6),
     }
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "embed_tokens"], "task_type": "SEQ_CLS"}
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "embed_tokens"],
+        "task_type": "SEQ_CLS",
+    }
     read = adapters.load(tensors, config=json.dumps(config))
     assert (read.base, read.format) == ("", "peft")
     assert [(e.path, e.kind, e.scale) for e in read.entries] == [
@@ -228,7 +261,9 @@ def test_language_models_keep_their_paths(tmp_path):
     ]
     np.testing.assert_array_equal(read.entries[1].delta(), np.full((7, 6), 8.0))
     adapters.save(read, tmp_path / "p", "peft")
-    adapter_files.assert_same_tensors(safetensors.torch.load_file(tmp_path / "p" / "adapter_model.safetensors"), tensors)
+    adapter_files.assert_same_tensors(
+        safetensors.torch.load_file(tmp_path / "p" / "adapter_model.safetensors"), tensors
+    )
     written = json.loads((tmp_path / "p" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 8, "SEQ_CLS")
 

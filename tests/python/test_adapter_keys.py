@@ -11,13 +11,20 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from loraaccel import adapters
 
 SITE = "down_blocks_0_attentions_0_transformer_blocks_0"
 NATIVE = "input_blocks.1.1.transformer_blocks.0"
 
 
-def pair(name: str, down: tuple[int, ...] = (4, 8), up: tuple[int, ...] = (8, 4), alpha: float | None = 2.0, seed: int = 0):
+def pair(
+    name: str,
+    down: tuple[int, ...] = (4, 8),
+    up: tuple[int, ...] = (8, 4),
+    alpha: float | None = 2.0,
+    seed: int = 0,
+):
     generator = adapter_files.seeded(seed)
     tensors = {
         f"{name}.lora_down.weight": adapter_files.numbers(generator, *down),
@@ -37,7 +44,9 @@ def peft(path: str, adapter: str = "", rank: int = 2) -> dict[str, torch.Tensor]
 
 
 # names of modules with underscores, digits and the ends of keys in them
-WORDS = st.sampled_from(["a", "b_c", "b", "c", "to_out", "0", "adaLN_modulation", "all_x_embedder", "lora_A", "weight", "conv_in"])
+WORDS = st.sampled_from(
+    ["a", "b_c", "b", "c", "to_out", "0", "adaLN_modulation", "all_x_embedder", "lora_A", "weight", "conv_in"]
+)
 PATHS = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
 
 
@@ -51,7 +60,7 @@ def test_vk1_flat_names_of_listed_modules_come_back_or_collide(paths, tmp_path_f
         flat[path] = path.replace(".", "_")
         tensors |= pair(f"lora_unet_{flat[path]}", seed=i)
     if collide:
-        with pytest.raises(ValueError, match="both are .* in kohya's spelling"):
+        with pytest.raises(ValueError, match=r"both are .* in kohya's spelling"):
             adapters.load(tensors, modules=paths)
         return
     read = adapters.load(tensors, modules=paths)
@@ -123,7 +132,9 @@ def test_vk2_join_stacks_a_makes_b_block_diagonal_and_scales_alpha(ranks, tmp_pa
 def test_vk2_parts_of_different_factors_keep_them(tmp_path):
     tensors = {}
     for i, name in enumerate(("to_q", "to_k", "to_v")):
-        tensors |= pair(f"lora_transformer_transformer_blocks_0_attn_{name}", (4, 8), (6, 4), alpha=2.0**i, seed=i)
+        tensors |= pair(
+            f"lora_transformer_transformer_blocks_0_attn_{name}", (4, 8), (6, 4), alpha=2.0**i, seed=i
+        )
     separate = adapters.load(tensors, base="flux")
     adapters.save(separate, tmp_path / "k.safetensors", "kohya")
     adapter_files.assert_same_deltas(separate, adapters.load(tmp_path / "k.safetensors"))
@@ -140,7 +151,9 @@ def test_vk2_a_part_that_is_missing_gets_no_update(tmp_path):
     assert not delta[12:].any()
 
 
-@pytest.mark.parametrize("path", ["msa_weighted_avg.lin", "lora_A_proj", "pair_weighted_lora_B", "weight", "x.lora_up.y"])
+@pytest.mark.parametrize(
+    "path", ["msa_weighted_avg.lin", "lora_A_proj", "pair_weighted_lora_B", "weight", "x.lora_up.y"]
+)
 @pytest.mark.parametrize("adapter", ["", "default", "lora", "weight"])
 def test_vk3_names_that_look_like_endings(path, adapter, tmp_path):
     read = adapters.load(peft(path, adapter))
@@ -156,7 +169,10 @@ def test_vk3_an_adapter_name_with_a_dot_is_an_error():
 
 
 def test_vk5_an_alpha_without_its_pair_is_left_over():
-    tensors = {**pair(f"lora_unet_{SITE}_attn1_to_q"), f"lora_unet_{SITE}_attn1_to_k.alpha": torch.tensor(1.0)}
+    tensors = {
+        **pair(f"lora_unet_{SITE}_attn1_to_q"),
+        f"lora_unet_{SITE}_attn1_to_k.alpha": torch.tensor(1.0),
+    }
     with pytest.raises(ValueError, match=rf"1 of 4 tensors .*lora_unet_{SITE}_attn1_to_k\.alpha"):
         adapters.load(tensors, base="sd15")
     read = adapters.load(tensors, base="sd15", allow_unmatched=True)
@@ -164,14 +180,20 @@ def test_vk5_an_alpha_without_its_pair_is_left_over():
 
 
 def test_vk5_half_a_pair_is_an_error_with_and_without_allow_unmatched():
-    tensors = {**pair(f"lora_unet_{SITE}_attn1_to_q"), f"lora_unet_{SITE}_attn1_to_k.lora_down.weight": torch.ones(4, 8)}
+    tensors = {
+        **pair(f"lora_unet_{SITE}_attn1_to_q"),
+        f"lora_unet_{SITE}_attn1_to_k.lora_down.weight": torch.ones(4, 8),
+    }
     for allow in (False, True):
         with pytest.raises(ValueError, match=rf"1 places: unet\.{SITE}_attn1_to_k: lora_up"):
             adapters.load(tensors, base="sd15", allow_unmatched=allow)
 
 
 def test_vk5_a_magnitude_without_an_adapter_is_left_over():
-    tensors = {**pair(f"lora_unet_{SITE}_attn1_to_q"), f"lora_unet_{SITE}_attn1_to_k.dora_scale": torch.ones(8, 1)}
+    tensors = {
+        **pair(f"lora_unet_{SITE}_attn1_to_q"),
+        f"lora_unet_{SITE}_attn1_to_k.dora_scale": torch.ones(8, 1),
+    }
     read = adapters.load(tensors, base="sd15", allow_unmatched=True)
     assert read.unused == [f"lora_unet_{SITE}_attn1_to_k.dora_scale"]
     with pytest.raises(ValueError, match="dora_scale"):
@@ -179,7 +201,9 @@ def test_vk5_a_magnitude_without_an_adapter_is_left_over():
 
 
 def test_vk5_one_module_of_ten_that_the_model_has_not():
-    blocks = [f"lora_unet_{SITE}_{a}_{p}" for a in ("attn1", "attn2") for p in ("to_q", "to_k", "to_v", "to_out_0")]
+    blocks = [
+        f"lora_unet_{SITE}_{a}_{p}" for a in ("attn1", "attn2") for p in ("to_q", "to_k", "to_v", "to_out_0")
+    ]
     tensors = {}
     for i, name in enumerate([*blocks, f"lora_unet_{SITE}_ff_net_2", "lora_unet_no_such_layer"]):
         tensors |= pair(name, seed=i)
@@ -187,7 +211,9 @@ def test_vk5_one_module_of_ten_that_the_model_has_not():
         adapters.load(tensors, base="sd15")
     read = adapters.load(tensors, base="sd15", allow_unmatched=True)
     assert len(read.entries) == 9
-    assert sorted(read.unused) == [f"lora_unet_no_such_layer.{end}" for end in ("alpha", "lora_down.weight", "lora_up.weight")]
+    assert sorted(read.unused) == [
+        f"lora_unet_no_such_layer.{end}" for end in ("alpha", "lora_down.weight", "lora_up.weight")
+    ]
 
 
 def test_vk5_nothing_that_is_used_is_always_an_error():
@@ -204,7 +230,10 @@ def test_vk5_a_key_of_integers_is_an_error_that_names_it():
 
 
 def test_two_spellings_of_a_layer_in_one_file_are_an_error():
-    tensors = {**pair("lora_unet_input_blocks_4_1_proj_in"), **pair("lora_unet_down_blocks_1_attentions_0_proj_in")}
+    tensors = {
+        **pair("lora_unet_input_blocks_4_1_proj_in"),
+        **pair("lora_unet_down_blocks_1_attentions_0_proj_in"),
+    }
     with pytest.raises(ValueError, match=r"both belong to input_blocks\.4\.1\.proj_in"):
         adapters.load(tensors, base="sdxl")
 
@@ -216,7 +245,9 @@ def test_wrong_shapes_name_the_key_and_both_shapes():
 
 
 def test_an_unknown_base_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no table for the base model sd9, expected one of sd15, sd2, sdxl, flux"):
+    with pytest.raises(
+        ValueError, match="no table for the base model sd9, expected one of sd15, sd2, sdxl, flux"
+    ):
         adapters.load(pair("lora_unet_conv_in"), base="sd9")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+
 from loraaccel import adapters
 
 peft = pytest.importorskip("peft")
@@ -31,14 +32,20 @@ class Net(torch.nn.Module):
 LORA = {"target_modules": ["q_proj", "conv_in"], "init_lora_weights": False}
 CONFIGS: dict[str, Any] = {
     "lora": lambda: peft.LoraConfig(r=4, lora_alpha=2, **LORA),
-    "patterns": lambda: peft.LoraConfig(r=4, lora_alpha=2, rank_pattern={"q_proj": 3}, alpha_pattern={"conv_in": 5}, **LORA),
+    "patterns": lambda: peft.LoraConfig(
+        r=4, lora_alpha=2, rank_pattern={"q_proj": 3}, alpha_pattern={"conv_in": 5}, **LORA
+    ),
     "rslora": lambda: peft.LoraConfig(r=4, lora_alpha=2, use_rslora=True, **LORA),
     "dora": lambda: peft.LoraConfig(r=4, lora_alpha=2, use_dora=True, **LORA),
     "saved": lambda: peft.LoraConfig(r=4, modules_to_save=["head"], **LORA),
-    "embedding": lambda: peft.LoraConfig(r=2, lora_alpha=3, target_modules=["embed", "q_proj"], init_lora_weights=False),
+    "embedding": lambda: peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=["embed", "q_proj"], init_lora_weights=False
+    ),
     "loha": lambda: peft.LoHaConfig(r=4, alpha=2, target_modules=["q_proj"], init_weights=False),
     "lokr": lambda: peft.LoKrConfig(r=2, alpha=2, target_modules=["q_proj"], init_weights=False),
-    "lokr-both": lambda: peft.LoKrConfig(r=1, alpha=2, decompose_both=True, target_modules=["q_proj"], init_weights=False),
+    "lokr-both": lambda: peft.LoKrConfig(
+        r=1, alpha=2, decompose_both=True, target_modules=["q_proj"], init_weights=False
+    ),
 }
 
 
@@ -90,7 +97,11 @@ def small_unet() -> Any:
 
     torch.manual_seed(0)
     return UNet2DConditionModel(
-        block_out_channels=(4, 8, 8, 8), norm_num_groups=2, cross_attention_dim=6, attention_head_dim=2, sample_size=8
+        block_out_channels=(4, 8, 8, 8),
+        norm_num_groups=2,
+        cross_attention_dim=6,
+        attention_head_dim=2,
+        sample_size=8,
     )
 
 
@@ -156,18 +167,19 @@ MIXINS = {
     "sd3": "SD3LoraLoaderMixin",
 }
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+ADDED = ["add_q_proj", "add_k_proj", "add_v_proj"]
 MODELS: dict[str, tuple[Any, list[str]]] = {
     "sd15": (small_unet, [*ATTENTION, "conv1", "proj_in", "ff.net.2"]),
     "sdxl": (small_sdxl, [*ATTENTION, "conv2", "ff.net.0.proj"]),
-    "flux": (small_flux, [*ATTENTION, "proj_mlp", "norm.linear", "norm_out.linear", "add_q_proj"]),
-    "sd3": (small_sd3, [*ATTENTION, "add_k_proj", "norm_out.linear"]),
+    "flux": (small_flux, [*ATTENTION, "proj_mlp", "norm.linear", "norm_out.linear", *ADDED]),
+    "sd3": (small_sd3, [*ATTENTION, *ADDED, "norm_out.linear"]),
 }
 
 
 @pytest.mark.parametrize("base", list(MODELS))
 @pytest.mark.parametrize("through", ["kohya", "comfy", "onetrainer", "peft"])
 def test_diffusers_loads_what_came_back_from_another_format(base, through, tmp_path):
-    """diffusers' file of an adapter of every kind of layer, to another tool's format and back, gives the same weights."""
+    """diffusers' file of an adapter, to another tool's format and back, gives the same weights."""
     loaders = pytest.importorskip("diffusers.loaders")
     make, targets = MODELS[base]
     model = make()
@@ -184,7 +196,9 @@ def test_diffusers_loads_what_came_back_from_another_format(base, through, tmp_p
     adapters.convert(middle, tmp_path / "b.safetensors", "diffusers", base=base)
     adapter_files.assert_same_tensors(named, safetensors.torch.load_file(tmp_path / "b.safetensors"))
     other = make()
-    state, *_, metadata = getattr(loaders, MIXINS[base]).lora_state_dict(tmp_path / "b.safetensors", return_lora_metadata=True)
+    state, *_, metadata = getattr(loaders, MIXINS[base]).lora_state_dict(
+        tmp_path / "b.safetensors", return_lora_metadata=True
+    )
     other.load_lora_adapter(state, prefix=component, metadata=metadata)
     other.fuse_lora()
     model.fuse_lora()
@@ -203,7 +217,10 @@ def test_kohya_s_own_loader_reads_our_file(tmp_path):
     diffusers = pytest.importorskip("diffusers")
     g = adapter_files.seeded()
     stem = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
-    tensors = {f"{stem}.lora_A.weight": adapter_files.numbers(g, 2, 4), f"{stem}.lora_B.weight": adapter_files.numbers(g, 4, 2)}
+    tensors = {
+        f"{stem}.lora_A.weight": adapter_files.numbers(g, 2, 4),
+        f"{stem}.lora_B.weight": adapter_files.numbers(g, 4, 2),
+    }
     adapters.save(adapters.load(tensors, base="sd15"), tmp_path / "k.safetensors", "kohya")
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
 

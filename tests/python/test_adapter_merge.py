@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+
 from loraaccel import adapters
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -22,12 +23,16 @@ def weight(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return (torch.randn(*shape, generator=adapter_files.seeded(seed)) * 0.02).to(dtype)
 
 
-def plain(path: str, out: int, width: int, rank: int = 4, scale: float = 2.0, seed: int = 1, dtype=torch.float32):
+def plain(
+    path: str, out: int, width: int, rank: int = 4, scale: float = 2.0, seed: int = 1, dtype=torch.float32
+):
     """PEFT's spelling needs no table."""
     generator = adapter_files.seeded(seed)
     return {
         f"base_model.model.{path}.lora_A.weight": torch.randn(rank, width, generator=generator).to(dtype),
-        f"base_model.model.{path}.lora_B.weight": (torch.randn(out, rank, generator=generator) * 0.1).to(dtype),
+        f"base_model.model.{path}.lora_B.weight": (torch.randn(out, rank, generator=generator) * 0.1).to(
+            dtype
+        ),
     }, json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank})
 
 
@@ -74,7 +79,9 @@ def test_the_merged_weight_is_the_float64_sum_rounded_once(dtype, shape, tmp_pat
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 @pytest.mark.parametrize("cycles", [1, 10, 100])
 def test_va1_merging_and_taking_out_gives_the_same_bytes(dtype, cycles, tmp_path):
-    base = save(tmp_path / "b.safetensors", l__weight=weight(64, 64, dtype=FLOATS[dtype]), other=torch.arange(5))
+    base = save(
+        tmp_path / "b.safetensors", l__weight=weight(64, 64, dtype=FLOATS[dtype]), other=torch.arange(5)
+    )
     original = base.read_bytes()
     current, merged, kept = base, tmp_path / "m.safetensors", tmp_path / "k.safetensors"
     for cycle in range(cycles):
@@ -92,7 +99,10 @@ def test_va1_the_header_comes_back_too(tmp_path):
     """Metadata, order and spaces of another writer's header."""
     tensors = {"b": torch.ones(2, 2), "a": torch.zeros(3)}
     header = {"b": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-    header |= {"a": {"data_offsets": [16, 28], "shape": [3], "dtype": "F32"}, "__metadata__": {"z": "1", "a": "2"}}
+    header |= {
+        "a": {"data_offsets": [16, 28], "shape": [3], "dtype": "F32"},
+        "__metadata__": {"z": "1", "a": "2"},
+    }
     text = json.dumps(header, indent=3).encode()
     data = tensors["b"].numpy().tobytes() + tensors["a"].numpy().tobytes()
     base = tmp_path / "b.safetensors"
@@ -139,7 +149,9 @@ def bad_second_layer(kind: str) -> adapters.Adapter:
 @pytest.mark.parametrize("exists", [False, True])
 def test_va2_a_failed_merge_changes_nothing(kind, exists, tmp_path):
     biases = {f"l{i}__bias": torch.zeros(8) for i in range(3)}
-    base = save(tmp_path / "b.safetensors", **{f"l{i}__weight": weight(8, 8, seed=i) for i in range(3)}, **biases)
+    base = save(
+        tmp_path / "b.safetensors", **{f"l{i}__weight": weight(8, 8, seed=i) for i in range(3)}, **biases
+    )
     target, kept = tmp_path / "m.safetensors", tmp_path / "k.safetensors"
     if exists:
         target.write_bytes(b"old target")
@@ -166,7 +178,9 @@ def test_va6_quantised_bases_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"i\.safetensors.*l\.weight"):
         adapters.merge(integers, load_plain("l", 8, 8), tmp_path / "m.safetensors")
     scaled = save(
-        tmp_path / "s.safetensors", l__weight=weight(8, 8).to(torch.float8_e4m3fn), l__scale_weight=torch.tensor(0.1)
+        tmp_path / "s.safetensors",
+        l__weight=weight(8, 8).to(torch.float8_e4m3fn),
+        l__scale_weight=torch.tensor(0.1),
     )
     with pytest.raises(ValueError, match=r"l\.weight has a scale of its own, l\.scale_weight"):
         adapters.merge(scaled, load_plain("l", 8, 8), tmp_path / "m.safetensors")
@@ -209,7 +223,11 @@ def test_dora_over_inputs_and_half_strength(tmp_path):
     w = weight(6, 5)
     up, down, magnitude = weight(6, 2, seed=1) * 20, weight(2, 5, seed=2) * 20, weight(1, 5, seed=3).abs() + 1
     name = "lora_unet_l"
-    tensors = {f"{name}.lora_up.weight": up, f"{name}.lora_down.weight": down, f"{name}.dora_scale": magnitude}
+    tensors = {
+        f"{name}.lora_up.weight": up,
+        f"{name}.lora_down.weight": down,
+        f"{name}.dora_scale": magnitude,
+    }
     base = save(tmp_path / "b.safetensors", l__weight=w)
     adapters.merge(base, adapters.load(tensors, modules=["l"]), tmp_path / "m.safetensors", strength=0.5)
     v = w.double() + up.double() @ down.double()
@@ -261,17 +279,29 @@ def test_every_kind_is_merged(kind, tmp_path):
 def test_tucker_convolution_and_biases_and_norms(tmp_path):
     g = adapter_files.seeded(4)
     up, mid, down = (adapter_files.numbers(g, *s) for s in ((6, 2, 1, 1), (2, 2, 3, 3), (2, 5, 1, 1)))
-    tensors = {"c.lora_up.weight": up, "c.lora_mid.weight": mid, "c.lora_down.weight": down, "c.alpha": torch.tensor(2.0)}
+    tensors = {
+        "c.lora_up.weight": up,
+        "c.lora_mid.weight": mid,
+        "c.lora_down.weight": down,
+        "c.alpha": torch.tensor(2.0),
+    }
     tensors |= {"c.diff_b": adapter_files.numbers(g, 6), "n.w_norm": adapter_files.numbers(g, 4)}
     tensors |= {"n.b_norm": adapter_files.numbers(g, 4)}
     adapter = adapters.load({f"lora_unet_{k}": t for k, t in tensors.items()}, modules=["c", "n"])
-    parts = {"c__weight": weight(6, 5, 3, 3), "c__bias": weight(6), "n__weight": torch.ones(4), "n__bias": torch.zeros(4)}
+    parts = {
+        "c__weight": weight(6, 5, 3, 3),
+        "c__bias": weight(6),
+        "n__weight": torch.ones(4),
+        "n__bias": torch.zeros(4),
+    }
     base = save(tmp_path / "b.safetensors", **parts)
     report = adapters.merge(base, adapter, tmp_path / "m.safetensors")
     assert report.changed == 4
     merged = safetensors.torch.load_file(tmp_path / "m.safetensors")
     delta = torch.einsum("or,rsuv,si->oiuv", up.double()[..., 0, 0], mid.double(), down.double()[..., 0, 0])
-    np.testing.assert_allclose(merged["c.weight"].double(), parts["c__weight"].double() + delta, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        merged["c.weight"].double(), parts["c__weight"].double() + delta, rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(merged["c.bias"], parts["c__bias"] + tensors["c.diff_b"])
     torch.testing.assert_close(merged["n.weight"], 1 + tensors["n.w_norm"])
     torch.testing.assert_close(merged["n.bias"], tensors["n.b_norm"])
@@ -284,7 +314,9 @@ def test_several_adapters_are_one_sum_and_their_order_does_not_matter(tmp_path):
     for order in itertools.permutations(pairs):
         adapters.merge(base, order, tmp_path / "m.safetensors")
         results.append(safetensors.torch.load_file(tmp_path / "m.safetensors")["l.weight"].clone())
-    exact = weight(16, 16, dtype=torch.bfloat16).double().numpy() + sum(s * a.entries[0].delta() for a, s in pairs)
+    exact = weight(16, 16, dtype=torch.bfloat16).double().numpy() + sum(
+        s * a.entries[0].delta() for a, s in pairs
+    )
     for result in results:
         assert ulp_distance(result, rounded(exact, torch.bfloat16)) <= 1
 
@@ -299,17 +331,21 @@ def test_shards_and_a_pipeline_folder_keep_their_form(tmp_path):
     adapter = adapters.load(tensors, config=plain("a", 8, 8)[1])
     report = adapters.merge(base, adapter, tmp_path / "out")
     assert report.changed == 2
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in base.iterdir() if p.name != "unet")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        p.name for p in base.iterdir() if p.name != "unet"
+    )
     for entry, name, seed in zip(adapter.entries, ("1", "2"), (0, 1), strict=True):
         merged = safetensors.torch.load_file(tmp_path / "out" / f"model-0000{name}-of-00002.safetensors")
         expected = weight(8, 8, seed=seed).double().numpy() + entry.delta()
-        np.testing.assert_allclose(merged[f"{entry.path}.weight"].double().numpy(), expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            merged[f"{entry.path}.weight"].double().numpy(), expected, rtol=1e-6, atol=1e-7
+        )
 
 
 def test_layers_that_the_base_has_not_are_an_error_unless_allowed(tmp_path):
     base = save(tmp_path / "b.safetensors", a__weight=weight(8, 8))
     adapter = adapters.load({**plain("a", 8, 8)[0], **plain("b", 8, 8)[0]})
-    with pytest.raises(ValueError, match="no weights for 1 layers of the adapter: .*b"):
+    with pytest.raises(ValueError, match=r"no weights for 1 layers of the adapter: .*b"):
         adapters.merge(base, adapter, tmp_path / "m.safetensors")
     report = adapters.merge(base, adapter, tmp_path / "m.safetensors", allow_unmatched=True)
     assert (report.changed, len(report.unused)) == (1, 1)

@@ -1,4 +1,4 @@
-"""The factor of an update: alpha, rank, patterns, rank stabilisation, no alpha at all, and what a conversion makes of them."""
+"""The factor of an update: alpha, rank, patterns, rank stabilisation, no alpha at all, and all of them converted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+
 from loraaccel import adapters
 
 Q = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -45,7 +46,11 @@ def peft_file(folder, rank: int, config: dict) -> None:
 
 @pytest.mark.parametrize(("alpha", "expected"), [(16.0, 64.0), (1.0, 4.0)])
 def test_vn1_the_factor_is_alpha_over_rank_on_every_path(alpha, expected, tmp_path):
-    tensors = {"l.lora_down.weight": torch.ones(8, 4), "l.lora_up.weight": torch.ones(4, 8), "l.alpha": torch.tensor(alpha)}
+    tensors = {
+        "l.lora_down.weight": torch.ones(8, 4),
+        "l.lora_up.weight": torch.ones(4, 8),
+        "l.alpha": torch.tensor(alpha),
+    }
     flat = {f"lora_unet_{key}": t for key, t in tensors.items()}
     read = adapters.load(flat, modules=["l"])
     assert read.entries[0].delta().sum(axis=1).tolist() == [expected] * 4
@@ -61,7 +66,10 @@ def test_vn1_the_factor_is_alpha_over_rank_on_every_path(alpha, expected, tmp_pa
 def test_vn2_rank_stabilised_is_alpha_over_the_root_of_the_rank(rank, tmp_path):
     peft_file(tmp_path / "rs", rank, {"r": rank, "lora_alpha": 16, "use_rslora": True})
     peft_file(tmp_path / "plain", rank, {"r": rank, "lora_alpha": 16})
-    stabilised, plain = adapters.load(tmp_path / "rs").entries[0], adapters.load(tmp_path / "plain").entries[0]
+    stabilised, plain = (
+        adapters.load(tmp_path / "rs").entries[0],
+        adapters.load(tmp_path / "plain").entries[0],
+    )
     assert stabilised.scale == 16 / rank**0.5
     assert stabilised.scale == pytest.approx(plain.scale * rank**0.5, rel=1e-15)
     assert "sqrt" in stabilised.scale_text

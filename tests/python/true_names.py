@@ -3,7 +3,7 @@
 ``golden(base)`` reads tests/golden/names/<base>.json.gz:
 
     diffusers  {component: {parameter: shape}}   diffusers 0.42 and transformers 5.24
-    native     {parameter: shape}                of the U-Net or transformer, as one-file checkpoints name them (sd-scripts)
+    native     {parameter: shape}                of the U-Net or transformer, as one-file checkpoints name them
     pairs      [[diffusers parameter, [[native parameter, row, native row, rows], ...]], ...]   by diffusers' converters
     kohya      [[name, shape of lora_down, shape of lora_up], ...]   of sd-scripts' networks, with convolutions, rank 4
 

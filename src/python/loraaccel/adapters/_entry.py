@@ -15,13 +15,13 @@ class Entry:
     """All that an adapter has for one layer of the base model, or for some of the layer's rows.
 
     ``component`` is "unet", "transformer", "text_encoder" ..., or "model" for models without a name table (language
-    models). ``path`` names the layer as the original checkpoint does. ``kind`` is "lora", "loha", "lokr", "full", "norm",
-    "embedding", "replace", "ia3", "oft" or "glora"; it is found from the tensors.
+    models). ``path`` names the layer as the original checkpoint does. ``kind`` is "lora", "loha", "lokr", "full",
+    "norm", "embedding", "replace", "ia3", "oft" or "glora"; it is found from the tensors.
 
-    ``tensors`` maps roles to arrays: lora_down [r, in, ...], lora_up [out, r, ...], lora_mid, dora_scale, lora_bias; diff,
-    diff_b; hada_w1_a ...; lokr_w1 ...; alpha. ``rank``, ``scale`` (the factor of the update, alpha and rank resolved),
-    ``scale_rule`` and ``scale_text`` (why it is that) are found too. For an entry that is made, the factor is that of the
-    tensor alpha, else of ``alpha`` given here, else ``scale``.
+    ``tensors`` maps roles to arrays: lora_down [r, in, ...], lora_up [out, r, ...], lora_mid, dora_scale, lora_bias;
+    diff, diff_b; hada_w1_a ...; lokr_w1 ...; alpha. ``rank``, ``scale`` (the factor of the update, alpha and rank
+    resolved), ``scale_rule`` and ``scale_text`` (why it is that) are found too. For an entry that is made, the factor
+    is that of the tensor alpha, else of ``alpha`` given here, else ``scale``.
 
     ``rows`` is empty where the entry covers the layer, else (row, native_row, rows): rows of the entry, and which rows
     of the layer they are; ``native_rows`` is then the number of all rows of the layer."""

@@ -45,8 +45,8 @@ def load(
 ) -> Adapter:
     """Reads an adapter: a .safetensors file, a folder of PEFT's or of diffusers', or a dict of tensors by key.
 
-    ``base`` and ``component`` say what the file does not (see ``bases()``). ``modules``: the layers of a model without a
-    name table, by dotted paths, for files in kohya's flat spelling. ``framework``: "pt" or "np" tensors, views of the
+    ``base`` and ``component`` say what the file does not (see ``bases()``). ``modules``: the layers of a model without
+    a name table, by dotted paths, for files in kohya's flat spelling. ``framework``: "pt" or "np" tensors, views of the
     mapped file. ``config`` and ``metadata`` go with a dict of tensors.
 
     Raises OSError where the file cannot be read, and SafetensorError, a ValueError, for a file that is not an adapter:

@@ -49,16 +49,14 @@ def merge(
     rounded once. One tensor at a time is in memory.
 
     ``base``: a .safetensors file, or a folder of them (shards, or a diffusers pipeline), of which ``target`` becomes a
-    copy. ``adapters``: a path or an adapter, or pairs of them with strengths. ``keep``: where to put the original bytes of
-    what changes, for ``unmerge``. ``dtype``: type of the floating-point tensors of the result.
+    copy. ``adapters``: a path or an adapter, or pairs of them with strengths. ``keep``: where to put the original bytes
+    of what changes, for ``unmerge``. ``dtype``: type of the floating-point tensors of the result.
 
     Raises ValueError for layers that the base model has not (``allow_unmatched`` goes on), shapes that do not fit,
     quantised weights and numbers that are not finite, OSError for files; the target is then what it was."""
-    single = isinstance(adapters, (str, os.PathLike, Adapter))
-    pairs = [(adapters, strength)] if single else [(a, s * strength) for a, s in adapters]  # type: ignore[union-attr]
     opened = [
-        (a if isinstance(a, Adapter) else load(a, allow_unmatched=allow_unmatched), float(s))  # type: ignore[arg-type]
-        for a, s in pairs
+        (a if isinstance(a, Adapter) else load(a, allow_unmatched=allow_unmatched), strength * s)
+        for a, s in _pairs(adapters)
     ]
     report = _core.adapter_merge(
         os.fspath(base),
@@ -69,6 +67,14 @@ def merge(
         allow_unmatched,
     )
     return Merged(**report)
+
+
+def _pairs(
+    adapters: Path | Adapter | Iterable[tuple[Path | Adapter, float]],
+) -> list[tuple[Path | Adapter, float]]:
+    if isinstance(adapters, str | os.PathLike | Adapter):
+        return [(adapters, 1.0)]
+    return [(adapter, float(strength)) for adapter, strength in adapters]
 
 
 def unmerge(merged: Path, kept: Path, target: Path) -> Unmerged:

@@ -40,8 +40,8 @@ def convert(
 ) -> None:
     """Write the adapter SOURCE, a file or folder of any tool, as TARGET in another format.
 
-    TARGET is a folder for --to peft, else a file. Where only names change, the tensors' bytes are what they were. A failed
-    run leaves TARGET as it was."""
+    TARGET is a folder for --to peft, else a file. Where only names change, the tensors' bytes are what they were. A
+    failed run leaves TARGET as it was."""
     import json
 
     from loraaccel import adapters

@@ -49,8 +49,7 @@ def info(path: str, base: str | None, layers: bool, no_norms: bool, as_json: boo
         click.echo(f"  {name}: {value if len(value) <= METADATA_WIDTH else value[:METADATA_WIDTH] + ' ...'}")
     for layer in found.layers if layers else []:
         norm = "" if layer["norm"] is None else f", norm {layer['norm']:.4g}"
-        click.echo(
-            f"  {layer['component']}.{layer['path']}: {layer['kind']}, rank {layer['rank']}{norm}: {layer['scale_text']}"
-        )
+        what = f"{layer['kind']}, rank {layer['rank']}{norm}: {layer['scale_text']}"
+        click.echo(f"  {layer['component']}.{layer['path']}: {what}")
     for problem in found.problems:
         click.echo(f"  problem: {problem}")
