@@ -1,4 +1,4 @@
-"""Merging an adapter into a base model of some GB against sd-scripts; converting a 300 MB adapter. Time and peak memory.
+"""Merging into a base model of some GB against sd-scripts; converting a 300 MB adapter. Time and peak memory.
 
     python benchmarks/merge_and_convert.py --sd-scripts CHECKOUT --sd-python PYTHON [--gigabytes 5] [--rounds 3]
 
