@@ -96,6 +96,7 @@ def run_as_old_cpu(session: nox.Session, build: Path) -> None:
     # (A fork inside qemu ends with an assertion of its own; torch's GEMM and ref are the same code on every CPU.)
     for area, tests in (
         ("core", "-*Fork*"),
+        ("checkpoint", "*"),
         ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref"),
     ):
         program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
@@ -189,9 +190,12 @@ def aarch64(session: nox.Session) -> None:
 
 def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
     """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
-    core, lora = (str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "lora"))
+    core, checkpoint, lora = (
+        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "checkpoint", "lora")
+    )
     # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
     run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
+    run_under_qemu(session, cpu, checkpoint)
     # neon_bf16 is never left out: that it cannot run, the tests have to find out.
     left_out = sorted(ARM_CPUS["max"] - ARM_CPUS[cpu] - {"neon_bf16"})
     only = "*" if not left_out else "-" + ":".join(f"*/{kernel}" for kernel in left_out)
@@ -208,6 +212,31 @@ def run_under_qemu(session: nox.Session, cpu: str, program: str, *options: str) 
     """Silent, as two of them print at a time: nox shows the output of one that fails."""
     qemu = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu]
     session.run(*qemu, program, "--gtest_brief=1", *options, external=True, silent=True)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random safetensors files, for a minute, under clang's sanitizers. Arguments go to libFuzzer: -max_total_time=1800."""
+    if shutil.which("clang++") is None:
+        session.skip("NOTHING WAS FUZZED: that needs clang and its runtime (Debian: clang, libclang-rt-dev)")
+    session.install("cmake>=3.26", "ninja")
+    build = ROOT / "build" / f"nox-{session.name}"
+    compiler = "-DCMAKE_CXX_COMPILER=clang++"
+    session.run("cmake", "--fresh", "-GNinja", f"-S{ROOT / 'tests' / 'fuzz'}", f"-B{build}", compiler)
+    session.run("cmake", "--build", str(build))
+    found = Path(session.create_tmp()) / "found"  # new inputs go here; the corpus is only read
+    found.mkdir(exist_ok=True)
+    options = [
+        "-max_total_time=60",
+        "-max_len=4096",
+        "-timeout=10",
+        "-rss_limit_mb=2048",
+        "-print_final_stats=1",
+    ]
+    options += [f"-dict={ROOT / 'tests' / 'fuzz' / 'safetensors.dict'}", f"-artifact_prefix={found.parent}/"]
+    corpus = str(ROOT / "tests" / "golden" / "safetensors")
+    program = str(build / "safetensors_fuzz")
+    session.run(program, *options, *session.posargs, str(found), corpus, external=True, silent=True)
 
 
 @nox.session

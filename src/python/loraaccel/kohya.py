@@ -122,13 +122,14 @@ def _adopted(network: Any, base: str, run: session.Session) -> Any:
     """The network, which patches its modules when they are applied, and names sd-scripts' module in what it saves."""
     if network is None:
         return None
-    save_weights, apply_to = network.save_weights, network.apply_to
+    apply_to = network.apply_to
 
-    @functools.wraps(save_weights)
+    @functools.wraps(network.save_weights)
     def save(file: Any, dtype: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(metadata, dict) and metadata.get("ss_network_module") == __name__:
             _name_base_module(metadata, base)
-        return save_weights(file, dtype, metadata, *args, **kwargs)
+        # (Its class changes when the network is applied: kohya_network.py.)
+        return type(network).save_weights(network, file, dtype, metadata, *args, **kwargs)
 
     network.save_weights = save
     if run.mode == "off":

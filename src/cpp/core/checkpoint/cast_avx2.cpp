@@ -4,7 +4,8 @@
 #if defined(__AVX2__) && defined(__F16C__)
 
 #include <immintrin.h>
-#include <string.h>
+
+#include <cstring>
 
 namespace loraaccel {
 namespace cast_avx2_body {

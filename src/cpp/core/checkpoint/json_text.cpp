@@ -181,7 +181,7 @@ bool JsonCursor::escape(char** to) {
   }
   if (*next_ != 'u') return fail("an escape that JSON has");
   ++next_;
-  uint32_t code;
+  uint32_t code = 0;
   if (!hex4(&code)) return false;
   if (code >= 0xD800 && code < 0xE000) {
     uint32_t low = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <tuple>
 
 #include "checkpoint/json_text.h"
 
@@ -227,8 +228,11 @@ Status check_end(const std::string& path, const SafetensorsHeader& header, uint6
   const uint64_t data = header.entries.empty() ? 0 : header.entries.back().end;
   const uint64_t found = file_size - 8 - length;
   if (found == data) return {};
+  uint64_t total;
+  const bool fits = !__builtin_add_overflow(8 + length, data, &total);
   return malformed(path, "expected 8 + " + std::to_string(length) + " + " + std::to_string(data) +
-                             " bytes, found " + std::to_string(file_size) +
+                             (fits ? " = " + std::to_string(total) : "") + " bytes, found " +
+                             std::to_string(file_size) +
                              (found < data ? ": the file is incomplete, download or copy it again"
                                            : ": there are bytes after the last tensor"));
 }
@@ -308,10 +312,11 @@ Status parse_header(const std::string& path, std::unique_ptr<char[]> text, uint6
   LORAACCEL_RETURN_IF_ERROR(
       check_names(path, "the metadata key", header->metadata, &MetadataItem::key, &unused));
   const auto earlier = [](const TensorEntry& a, const TensorEntry& b) {
-    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+    // (Names lie in one text, in the order of the header.)
+    return std::tuple(a.begin, a.end, a.name.data()) < std::tuple(b.begin, b.end, b.name.data());
   };
   if (!std::is_sorted(header->entries.begin(), header->entries.end(), earlier))
-    std::stable_sort(header->entries.begin(), header->entries.end(), earlier);
+    std::sort(header->entries.begin(), header->entries.end(), earlier);
   LORAACCEL_RETURN_IF_ERROR(
       check_names(path, "the tensor name", header->entries, &TensorEntry::name, &header->by_name));
   LORAACCEL_RETURN_IF_ERROR(check_tiling(path, *header));

@@ -108,7 +108,7 @@ using SaveMetadata = std::vector<std::pair<std::string, std::string>>;
 struct SaveOptions {
   // F64, F32, F16 and BF16 tensors are written as this type, rounded once, to nearest even: one of these, F8_E4M3 or
   // F8_E5M2. What is too large becomes infinite; F8_E4M3 has no infinity, there it becomes NaN.
-  std::optional<FileDType> float_dtype;
+  std::optional<FileDType> float_dtype = std::nullopt;
   // Fills in SaveReport::model_hash and legacy_hash.
   bool hashes = false;
   // And writes them into the metadata, as sshs_model_hash and sshs_legacy_hash.

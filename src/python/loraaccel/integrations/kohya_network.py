@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from loraaccel import _state
-from loraaccel.integrations import kohya_ggpo, kohya_max_norm, kohya_reduce
+from loraaccel.integrations import kohya_ggpo, kohya_max_norm, kohya_reduce, kohya_save
 from loraaccel.integrations.kohya_work import HostWork, Task
 
-TASKS = (kohya_max_norm.TASK, kohya_ggpo.GRADS, kohya_ggpo.NORMS)
+TASKS = (kohya_max_norm.TASK, kohya_ggpo.GRADS, kohya_ggpo.NORMS, kohya_save.TASK)
 
 _ATTRIBUTE = "_loraaccel_network"  # of a network that was taken over: its HostWork
 _BASE = "_loraaccel_network_base"  # of a class that _class_for() made: the class it stands for

@@ -48,6 +48,7 @@ class Task(NamedTuple):
     # The call (object, arguments): a plan, or a reason code; empty where there is nothing to do.
     plan: Callable[[Any, tuple[Any, ...]], Plan | str]
     names: tuple[str, ...] = ()  # of its arguments
+    repeatable: bool = False  # a run that failed has had no effects: the host's method can still do it
 
 
 @dataclass
@@ -89,7 +90,14 @@ class HostWork:
         record = self.record(task.name)
         if record.verify > 0:
             return _verified(task, record, plan, getattr(cls, task.method))
-        result = plan.run()
+        try:
+            result = plan.run()
+        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+            if not task.repeatable:
+                raise
+            self._failed(task, cls, error)
+            record.own["native_error"] += 1
+            return own()
         record.fused += 1
         return result
 
@@ -109,17 +117,21 @@ class HostWork:
         try:
             return task.plan(owner, args)
         except (RuntimeError, TypeError, ValueError) as error:
-            if not self.roll_back:
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(f"loraaccel: in {task.name} ({cls.__name__}.{task.method})")
-                raise
-            self.record(task.name).reason = "native_error"
-            warnings.warn(
-                f"loraaccel: an error in {task.name}; {cls.__name__}.{task.method} runs as it is from now on: {error}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            self._failed(task, cls, error)
             return "native_error"
+
+    def _failed(self, task: Task, cls: Any, error: Exception) -> None:
+        """Raises an error of ours, or gives the task up with a warning."""
+        if not self.roll_back:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"loraaccel: in {task.name} ({cls.__name__}.{task.method})")
+            raise error
+        self.record(task.name).reason = "native_error"
+        warnings.warn(
+            f"loraaccel: an error in {task.name}; {cls.__name__}.{task.method} runs as it is from now on: {error}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _verified(task: Task, record: Record, plan: Plan, host: Callable[..., Any]) -> Any:

@@ -17,6 +17,22 @@ from loraaccel import _core
 Source = tuple[str, str, tuple[int, ...], int, Callable[[int, int], int] | None]
 
 
+def check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"key {name!r} is {type(name).__name__}, expected str")
+    if not name.isascii():
+        check_text(name, "key")
+
+
+def check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{what} {text!r} holds half a surrogate pair, which UTF-8 has no bytes for"
+        ) from None
+
+
 class Sources:
     """Tensors to be written, and what keeps their memory alive until they are."""
 
@@ -84,6 +100,8 @@ def check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
             raise TypeError(
                 f"metadata[{key!r}] is {type(value).__name__}, expected str: files hold nothing else"
             )
+        check_text(key, "metadata key")
+        check_text(value, f"metadata[{key!r}]")
     return dict(metadata)
 
 
@@ -185,7 +203,8 @@ def save_in_background(
 
 @atexit.register
 def _finish() -> None:
-    for save in _unheard:
+    while _unheard:
+        save = _unheard[0]  # (wait() takes it out)
         try:
             save.wait()
         except Exception:  # noqa: BLE001  (told, and there is nobody else to tell)

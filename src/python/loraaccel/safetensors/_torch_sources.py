@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraaccel.safetensors._save import Sources
+from loraaccel.safetensors._save import Sources, check_name
 from loraaccel.safetensors._torch_tensors import DTYPES, FILE_DTYPES
 
 CHUNK_BYTES = 4 << 20  # the core asks for at most that much at a time
@@ -58,8 +58,7 @@ def sources(tensors: Mapping[str, Tensor]) -> Sources:
 
 
 def _check(name: Any, tensor: Any) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"key {name!r} is {type(name).__name__}, expected str")
+    check_name(name)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"tensor {name!r} is {type(tensor).__name__}, expected torch.Tensor")
     if tensor.layout != torch.strided:

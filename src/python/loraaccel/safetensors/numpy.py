@@ -15,6 +15,7 @@ from loraaccel.safetensors._save import (
     PendingSave,
     SaveReport,
     Sources,
+    check_name,
     save_in_background,
     save_to_bytes,
     save_to_file,
@@ -87,8 +88,7 @@ def sources(tensors: Mapping[str, Any]) -> Sources:
 
 
 def _add(result: Sources, name: Any, array: Any) -> None:
-    if not isinstance(name, str):
-        raise ValueError(f"key {name!r} is {type(name).__name__}, expected str")
+    check_name(name)
     if isinstance(array, np.generic):
         array = np.asarray(array)
     if not isinstance(array, np.ndarray):

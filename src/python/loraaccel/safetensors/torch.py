@@ -47,7 +47,7 @@ def save_file(
     """Writes `tensors` and takes the place of `filename` when that is done; until then the old file is untouched.
 
     ``dtype``: what float64, float32, float16 and bfloat16 tensors are written as, rounded once to nearest even; a
-    RuntimeWarning where finite numbers became infinite (float8_e4m3fn has no infinity: NaN, as torch does).
+    RuntimeWarning where finite numbers became infinite (float8_e4m3fn has none: NaN, where newer torch makes 448).
     ``hashes``: kohya's two hashes in the report; ``write_hashes``: in the metadata too. ``sync=False`` does not wait
     for the disk: then a crash of the machine, not of the program, may lose both files.
 

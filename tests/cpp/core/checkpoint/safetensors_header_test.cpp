@@ -26,7 +26,8 @@ void expect_refused(const std::string& bytes, const std::vector<std::string>& sa
   ASSERT_EQ(status.code(), StatusCode::kMalformedFile) << bytes.substr(0, 200);
   EXPECT_EQ(status.message().find("x.safetensors: "), 0U);
   for (const std::string& part : said)
-    EXPECT_NE(status.message().find(part), std::string::npos) << status.message() << "\nlacks " << part;
+    EXPECT_NE(status.message().find(part), std::string::npos)
+        << status.message() << "\nlacks " << part;
 }
 
 std::string entry(const std::string& name, const std::string& dtype, const std::string& shape,
@@ -87,8 +88,10 @@ TEST(SafetensorsHeader, VR1TruncatedShortAndOverLong) {
   expect_refused(length_prefix(100) + "{}", {"8 + 100", "found 10", "incomplete"});
   const std::string one = entry("a", "U8", "[16]", "[0,16]");
   const size_t n = one.size() + 2;
-  expect_refused(with(one, 15), {"8 + " + std::to_string(n) + " + 16", std::to_string(n + 23), "incomplete"});
-  expect_refused(with(one, 17), {"8 + " + std::to_string(n) + " + 16", std::to_string(n + 25), "after the last"});
+  expect_refused(with(one, 15),
+                 {"8 + " + std::to_string(n) + " + 16", std::to_string(n + 23), "incomplete"});
+  expect_refused(with(one, 17),
+                 {"8 + " + std::to_string(n) + " + 16", std::to_string(n + 25), "after the last"});
 }
 
 TEST(SafetensorsHeader, VR2HostileLength) {
@@ -102,8 +105,9 @@ TEST(SafetensorsHeader, VR2HostileLength) {
 TEST(SafetensorsHeader, VR3OverlapsAndHoles) {
   const auto a = entry("a", "F32", "[3]", "[0,12]");
   expect_refused(with(a + "," + entry("b", "F32", "[2]", "[8,16]"), 16), {"'a'", "'b'", "overlap"});
-  expect_refused(with(entry("a", "F32", "[4]", "[0,16]") + "," + entry("b", "F32", "[4]", "[0,16]"), 16),
-                 {"'a'", "'b'", "overlap"});
+  expect_refused(
+      with(entry("a", "F32", "[4]", "[0,16]") + "," + entry("b", "F32", "[4]", "[0,16]"), 16),
+      {"'a'", "'b'", "overlap"});
   expect_refused(with(entry("a", "F32", "[3]", "[4,16]"), 16), {"'a'", "byte 4", "hole"});
   expect_refused(with(a + "," + entry("b", "F32", "[1]", "[16,20]"), 20), {"'a'", "'b'", "hole"});
   SafetensorsReader file;
@@ -115,10 +119,12 @@ TEST(SafetensorsHeader, VR3OverlapsAndHoles) {
 
 TEST(SafetensorsHeader, VR4RangeMustMatchShapeAndDtype) {
   expect_refused(with(entry("t", "F32", "[5]", "[0,16]"), 16), {"'t'", "16 bytes", "20 bytes"});
-  expect_refused(with(entry("t", "F32", "[1000,1000]", "[0,4]"), 4), {"'t'", "4 bytes", "4000000 bytes"});
+  expect_refused(with(entry("t", "F32", "[1000,1000]", "[0,4]"), 4),
+                 {"'t'", "4 bytes", "4000000 bytes"});
   expect_refused(with(entry("t", "F32", "[4]", "[16,0]"), 16), {"'t'", "begin at 16", "end at 0"});
-  for (const char* offsets : {"[-4,12]", "[0,16.0]", "[0,16,0]", "[0]", "[]", "[\"0\",\"16\"]", "[0,1e1]",
-                              "{\"0\":16}", "null", "[00,16]", "[0,18446744073709551616]"})
+  for (const char* offsets :
+       {"[-4,12]", "[0,16.0]", "[0,16,0]", "[0]", "[]", "[\"0\",\"16\"]", "[0,1e1]", "{\"0\":16}",
+        "null", "[00,16]", "[0,18446744073709551616]"})
     expect_refused(with(entry("t", "F32", "[4]", offsets), 16), {"'t'", "expected"});
   for (const char* shape : {"[-1]", "[4.0]", "[\"4\"]", "4", "[[4]]", "null", "[4,]", "[true]"})
     expect_refused(with(entry("t", "F32", shape, "[0,16]"), 16), {"'t'", "expected"});
@@ -153,10 +159,10 @@ TEST(SafetensorsHeader, VR6MetadataForms) {
     bool present;
     size_t items;
   };
-  for (const Form& form :
-       {Form{t, false, 0}, Form{"\"__metadata__\":{}," + t, true, 0},
-        Form{"\"__metadata__\":null," + t, false, 0}, Form{"\"__metadata__\":{\"k\":\"v\"}," + t, true, 1},
-        Form{t + ",\"__metadata__\":{\"k\":\"v\",\"l\":\"\"}", true, 2}}) {
+  for (const Form& form : {Form{t, false, 0}, Form{"\"__metadata__\":{}," + t, true, 0},
+                           Form{"\"__metadata__\":null," + t, false, 0},
+                           Form{"\"__metadata__\":{\"k\":\"v\"}," + t, true, 1},
+                           Form{t + ",\"__metadata__\":{\"k\":\"v\",\"l\":\"\"}", true, 2}}) {
     SafetensorsReader file;
     const std::string bytes = with(form.fields, 1);
     ASSERT_TRUE(open_bytes(bytes, &file).ok()) << form.fields;
@@ -183,7 +189,7 @@ TEST(SafetensorsHeader, VR7OtherFormats) {
   expect_refused("<!DOCTYPE html>" + tail, {"web page"});
   expect_refused("version https://git-lfs.github.com/spec/v1\noid sha256:0", {"Git LFS"});
   expect_refused("{\"weight_map\": {}}" + tail, {"JSON"});
-  for (const char* start : {"PK\x03\x04", "GGUF", "<html>", "version https"})
+  for (const char* start : {"PK\x03\x04", "GGUF", "<html>", "version https://git-lfs"})
     EXPECT_EQ(open_bytes(start + tail).message().find("header of"), std::string::npos);
   // A header of 123 bytes: its length begins with '{' and is none of these.
   std::string json = "{" + entry("t", "U8", "[1]", "[0,1]");
@@ -194,31 +200,38 @@ TEST(SafetensorsHeader, VR7OtherFormats) {
 
 TEST(SafetensorsHeader, JsonRules) {
   const std::string t = entry("t", "U8", "[1]", "[0,1]");
-  for (const std::string& json :
-       {"{" + t + "} ", " {" + t + "}", "\n\t{ " + t + " }\r\n",
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{"a":[1.5e3,true,null,"\u00e9"]}]}})" + std::string(),
-        R"({"t":{"data_offsets":[0,1],"shape":[1],"dtype":"\u0055\u0038"}})" + std::string()})
-    EXPECT_TRUE(open_bytes(file_of(json, 1)).ok()) << json << open_bytes(file_of(json, 1)).message();
-  for (const std::string& json :
-       {"[" + t + "]", "{" + t + "}\0" + std::string(1, '\0'), "{" + t, "{" + t + ",}", "{,}",
-        "{" + t + "}}", "{'t':1}", std::string("null"), std::string(""), std::string("\xEF\xBB\xBF{}"),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":01}})" + std::string(),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1e999}})" + std::string(),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":NaN}})" + std::string(),
-        R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":"\x"}})" + std::string(),
-        R"({"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})" + std::string(),
-        "{\"a\nb\":{}}", std::string("{\"t\":1}"), std::string("{\"t\":{}}")})
+  for (
+      const std::string& json :
+      {"{" + t + "} ", " {" + t + "}", "\n\t{ " + t + " }\r\n",
+       R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{"a":[1.5e3,true,null,"\u00e9"]}]}})" +
+           std::string(),
+       R"({"t":{"data_offsets":[0,1],"shape":[1],"dtype":"\u0055\u0038"}})" + std::string()})
+    EXPECT_TRUE(open_bytes(file_of(json, 1)).ok())
+        << json << open_bytes(file_of(json, 1)).message();
+  for (const std::string& json : std::vector<std::string>{
+           "[" + t + "]", "{" + t + "}\0" + std::string(1, '\0'), "{" + t, "{" + t + ",}", "{,}",
+           "{" + t + "}}", "{'t':1}", std::string("null"), std::string(""),
+           std::string("\xEF\xBB\xBF{}"),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":01}})" + std::string(),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1e999}})" + std::string(),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":NaN}})" + std::string(),
+           R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":"\x"}})" + std::string(),
+           R"({"\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})" + std::string(),
+           "{\"a\nb\":{}}", std::string("{\"t\":1}"), std::string("{\"t\":{}}")})
     expect_refused(file_of(json, 1), {});
   // Deep nesting ends with an error, not with the stack.
-  std::string deep = "{\"t\":{\"x\":" + std::string(100'000, '[') + std::string(100'000, ']') + "}}";
+  std::string deep =
+      "{\"t\":{\"x\":" + std::string(100'000, '[') + std::string(100'000, ']') + "}}";
   expect_refused(file_of(deep, 0), {"64 levels"});
-  expect_refused(with(entry("t", "U8", "[" + std::string(64 * 2, '1').replace(0, 0, "") + "]", "[0,1]"), 1), {"'t'"});
+  expect_refused(
+      with(entry("t", "U8", "[" + std::string(64 * 2, '1').replace(0, 0, "") + "]", "[0,1]"), 1),
+      {"'t'"});
 }
 
 TEST(SafetensorsHeader, NamesAreDecodedAndUnique) {
   SafetensorsReader file;
-  const std::string bytes = with(entry("\\u00e9\\\"\\ud83d\\ude00/\\n", "U8", "[1]", "[0,1]") + "," +
-                                     entry("", "U8", "[1]", "[1,2]"),
+  const std::string bytes = with(entry("\\u00e9\\\"\\ud83d\\ude00/\\n", "U8", "[1]", "[0,1]") +
+                                     "," + entry("", "U8", "[1]", "[1,2]"),
                                  2);
   ASSERT_TRUE(open_bytes(bytes, &file).ok());
   EXPECT_NE(file.find("\xC3\xA9\"\xF0\x9F\x98\x80/\n"), nullptr);
@@ -228,16 +241,21 @@ TEST(SafetensorsHeader, NamesAreDecodedAndUnique) {
   expect_refused(with(a + "," + entry("\\u0061", "U8", "[1]", "[1,2]"), 2), {"'a'", "twice"});
   expect_refused(with(R"("t":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]})", 1),
                  {"'t'", "dtype", "twice"});
-  for (const char* missing : {R"("t":{"shape":[1],"data_offsets":[0,1]})",
-                              R"("t":{"dtype":"U8","data_offsets":[0,1]})", R"("t":{"dtype":"U8","shape":[1]})"})
+  for (const char* missing :
+       {R"("t":{"shape":[1],"data_offsets":[0,1]})", R"("t":{"dtype":"U8","data_offsets":[0,1]})",
+        R"("t":{"dtype":"U8","shape":[1]})"})
     expect_refused(with(missing, 1), {"'t'", "no "});
 }
 
 TEST(SafetensorsHeader, MustBeUtf8) {
-  for (const char* bad : {"\xFF", "\xC0\x80", "\xE0\x80\x80", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xC3", "\x80"})
+  for (const char* bad :
+       {"\xFF", "\xC0\x80", "\xE0\x80\x80", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xC3", "\x80"})
     expect_refused(with(entry(std::string("a") + bad, "U8", "[1]", "[0,1]"), 1), {"UTF-8"});
   for (const char* good : {"\xC2\x80", "\xEF\xBF\xBF", "\xED\x9F\xBF", "\xF4\x8F\xBF\xBF", "\x7F"})
-    EXPECT_TRUE(open_bytes(with(entry(std::string("long enough for words ") + good, "U8", "[1]", "[0,1]"), 1)).ok());
+    EXPECT_TRUE(
+        open_bytes(
+            with(entry(std::string("long enough for words ") + good, "U8", "[1]", "[0,1]"), 1))
+            .ok());
 }
 
 TEST(SafetensorsHeader, LimitsOfDimensions) {
@@ -256,7 +274,9 @@ TEST(SafetensorsHeader, FormattedHeadersAreReadBack) {
   const SaveMetadata metadata = {{"k\n", "v\x02"}};
   const std::string text = format_header(tensors, &metadata);
   EXPECT_EQ(text.size() % 8, 0U);
-  EXPECT_NE(text.find("\\\"\\\\\\b\\f\\n\\r\\t\\u0001\\u001f\xC3\xA9\xE2\x80\xA8/"), std::string::npos) << text;
+  EXPECT_NE(text.find("\\\"\\\\\\b\\f\\n\\r\\t\\u0001\\u001f\xC3\xA9\xE2\x80\xA8/"),
+            std::string::npos)
+      << text;
   SafetensorsReader file;
   const std::string bytes = text + std::string(12, 'x');
   ASSERT_TRUE(open_bytes(bytes, &file).ok());

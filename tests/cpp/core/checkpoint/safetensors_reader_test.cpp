@@ -116,8 +116,9 @@ TEST(SafetensorsReader, OffsetsBeyondFourGigabytes) {
   const TemporaryFolder folder;
   const std::string path = folder / "large.safetensors";
   constexpr uint64_t kFirst = (uint64_t{1} << 32) - 3;
-  const std::string json = R"({"a":{"dtype":"U8","shape":[4294967293],"data_offsets":[0,4294967293]},)"
-                           R"("b":{"dtype":"F64","shape":[2],"data_offsets":[4294967293,4294967309]}})";
+  const std::string json =
+      R"({"a":{"dtype":"U8","shape":[4294967293],"data_offsets":[0,4294967293]},)"
+      R"("b":{"dtype":"F64","shape":[2],"data_offsets":[4294967293,4294967309]}})";
   write_file(path, length_prefix(json.size()) + json);
   const int fd = ::open(path.c_str(), O_WRONLY);
   ASSERT_GE(fd, 0);
@@ -153,9 +154,9 @@ TEST(SafetensorsReader, VR4NothingIsReadBeyondTheMemory) {
   ASSERT_NE(pages, MAP_FAILED);
   ASSERT_EQ(mprotect(pages + page, page, PROT_NONE), 0);
   for (const std::string& bytes :
-       {file_of(kTwo, 11), file_of(kTwo, 10), file_of("{", 0), file_of("{\"a", 0), file_of("{\"a\":-", 0),
-        file_of("{\"a\":{\"x\":1.", 0), file_of("{\"a\":{\"x\":\"\\u00", 0), std::string("\x01"),
-        length_prefix(1) + "\xF0", std::string("{"), std::string("GGU")}) {
+       {file_of(kTwo, 11), file_of(kTwo, 10), file_of("{", 0), file_of("{\"a", 0),
+        file_of("{\"a\":-", 0), file_of("{\"a\":{\"x\":1.", 0), file_of("{\"a\":{\"x\":\"\\u00", 0),
+        std::string("\x01"), length_prefix(1) + "\xF0", std::string("{"), std::string("GGU")}) {
     char* at = pages + page - bytes.size();
     std::memcpy(at, bytes.data(), bytes.size());
     SafetensorsReader file;

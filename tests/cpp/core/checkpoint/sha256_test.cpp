@@ -19,8 +19,10 @@ TEST(Sha256, KnownDigests) {
   for (const Sha256Variant& v : sha256_variants()) {
     if (v.blocks == nullptr) continue;
     SCOPED_TRACE(v.name);
-    EXPECT_EQ(hash(v.blocks, "", 1), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-    EXPECT_EQ(hash(v.blocks, "abc", 3), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    EXPECT_EQ(hash(v.blocks, "", 1),
+              "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    EXPECT_EQ(hash(v.blocks, "abc", 3),
+              "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     EXPECT_EQ(hash(v.blocks, "abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", 56),
               "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
     EXPECT_EQ(hash(v.blocks, std::string(100'000, 'a'), 4096),
@@ -47,7 +49,8 @@ TEST(Sha256, VariantsAgreeForEveryLengthAndAlignment) {
 TEST(Sha256, DefaultIsTheFirstThatThereIs) {
   Sha256 sha;
   sha.update("abc", 3);
-  EXPECT_EQ(hex_text(sha.finish()), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  EXPECT_EQ(hex_text(sha.finish()),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
 
 }  // namespace
