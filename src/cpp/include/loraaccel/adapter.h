@@ -102,9 +102,9 @@ enum class ScaleRule : int8_t {
 const char* scale_rule_name(ScaleRule rule) noexcept;
 
 struct ScaleSource {
-  std::optional<double> alpha_tensor;
-  std::optional<double> config_alpha;
-  std::string pattern;  // of alpha_pattern, where config_alpha comes from there
+  std::optional<double> alpha_tensor = std::nullopt;
+  std::optional<double> config_alpha = std::nullopt;
+  std::string pattern = {};  // of alpha_pattern, where config_alpha comes from there
   bool rank_stabilised = false;
   int64_t rank = 0;  // 0: the kind has none, or both factors are whole
   int64_t config_rank = 0;  // r of the configuration, for adapters without a rank of their own

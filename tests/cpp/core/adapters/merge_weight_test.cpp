@@ -61,11 +61,13 @@ TEST_F(MergeWeight, OnlyTheRowsOfAShareChange) {
 TEST_F(MergeWeight, SeveralAdaptersAreOneSumAndOneRounding) {
   // 2048 + 1 + 1 in float16: two roundings to even would lose both
   const AdapterEntry e = entry(1);
-  std::vector<uint16_t> w(6, f32_to_f16(2048));
+  Float16 large;
+  from_float(2048.0F, &large);
+  std::vector<Float16> w(6, large);
   MergedWeight weight{.name = "w", .dtype = FileDType::kF16, .rows = 3, .columns = 2, .data = w.data()};
   const MergeWork work = {.shares = {{&e, 1, 0, 0, 3}, {&e, 1, 0, 0, 3}}};
   ASSERT_TRUE(merge_weight(host_.context(), work, &weight).ok());
-  EXPECT_EQ(f16_to_f32(w[0]), 2050.0F);
+  EXPECT_EQ(to_float(w[0]), 2050.0F);
 }
 
 TEST_F(MergeWeight, ANumberTooLargeIsAnErrorThatNamesTheWeight) {
