@@ -216,7 +216,7 @@ def run_under_qemu(session: nox.Session, cpu: str, program: str, *options: str) 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Random safetensors files, for a minute, under clang's sanitizers. Arguments go to libFuzzer: -max_total_time=1800."""
+    """Random safetensors files, for a minute, under sanitizers. Arguments go to libFuzzer: -max_total_time=1800."""
     if shutil.which("clang++") is None:
         session.skip("NOTHING WAS FUZZED: that needs clang and its runtime (Debian: clang, libclang-rt-dev)")
     session.install("cmake>=3.26", "ninja")
