@@ -219,24 +219,21 @@ def fuzz(session: nox.Session) -> None:
     """Random safetensors files, for a minute, under sanitizers. Arguments go to libFuzzer: -max_total_time=1800."""
     if shutil.which("clang++") is None:
         session.skip("NOTHING WAS FUZZED: that needs clang and its runtime (Debian: clang, libclang-rt-dev)")
-    session.install("cmake>=3.26", "ninja")
+    session.install("cmake>=3.26", "ninja", "nlohmann-json")
     build = ROOT / "build" / f"nox-{session.name}"
     compiler = "-DCMAKE_CXX_COMPILER=clang++"
     session.run("cmake", "--fresh", "-GNinja", f"-S{ROOT / 'tests' / 'fuzz'}", f"-B{build}", compiler)
     session.run("cmake", "--build", str(build))
-    found = Path(session.create_tmp()) / "found"  # new inputs go here; the corpus is only read
-    found.mkdir(exist_ok=True)
-    options = [
-        "-max_total_time=60",
-        "-max_len=4096",
-        "-timeout=10",
-        "-rss_limit_mb=2048",
-        "-print_final_stats=1",
-    ]
-    options += [f"-dict={ROOT / 'tests' / 'fuzz' / 'safetensors.dict'}", f"-artifact_prefix={found.parent}/"]
-    corpus = str(ROOT / "tests" / "golden" / "safetensors")
-    program = str(build / "safetensors_fuzz")
-    session.run(program, *options, *session.posargs, str(found), corpus, external=True, silent=True)
+    for program, words, corpus in (
+        ("safetensors_fuzz", "safetensors", "safetensors"),
+        ("adapter_names_fuzz", "adapter_names", "adapter_keys"),
+    ):
+        found = Path(session.create_tmp()) / program  # new inputs go here; the corpus is only read
+        found.mkdir(exist_ok=True)
+        options = ["-max_total_time=60", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]
+        options += [f"-dict={ROOT / 'tests' / 'fuzz' / f'{words}.dict'}", f"-artifact_prefix={found.parent}/"]
+        inputs = str(ROOT / "tests" / "golden" / corpus)
+        session.run(str(build / program), *options, *session.posargs, str(found), inputs, external=True, silent=True)
 
 
 @nox.session

@@ -82,7 +82,8 @@ AdapterTensor tensor_from(const py::dict& d) {
   if (!parse_file_dtype(dtype, &t.dtype)) throw py::value_error("there is no type " + dtype);
   t.shape = get<std::vector<int64_t>>(d, "shape");
   t.data = reinterpret_cast<const void*>(get<uintptr_t>(d, "address"));
-  if (d.contains("owner") && py::isinstance<Keeper>(d["owner"])) t.owner = d["owner"].cast<Keeper>().owner;
+  if (d.contains("owner") && py::isinstance<Keeper>(d["owner"]))
+    t.owner = d["owner"].cast<Keeper>().owner;
   return t;
 }
 
@@ -97,7 +98,8 @@ AdapterEntry entry_from(const py::dict& d) {
   AdapterEntry e;
   e.component = get<std::string>(d, "component");
   e.path = get<std::string>(d, "path");
-  for (const auto& [row, native, rows] : get<std::vector<std::tuple<int64_t, int64_t, int64_t>>>(d, "rows"))
+  for (const auto& [row, native, rows] :
+       get<std::vector<std::tuple<int64_t, int64_t, int64_t>>>(d, "rows"))
     e.rows.push_back({row, native, rows});
   for (const py::handle t : d["tensors"]) e.tensors.push_back(tensor_from(t.cast<py::dict>()));
   e.native_rows = get<int64_t>(d, "native_rows");
@@ -226,8 +228,9 @@ py::tuple delta(const py::dict& entry) {
   int64_t rows = 0;
   int64_t columns = 0;
   raise_if_error(adapter_delta(e, &values, &rows, &columns), e.path);
-  return py::make_tuple(rows, columns,
-                        py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)));
+  return py::make_tuple(
+      rows, columns,
+      py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)));
 }
 
 // An adapter without its tensors, for people: the norm and the dtypes of each entry.
@@ -273,8 +276,8 @@ py::dict describe(const MergeReport& report) {
 }
 
 // Adapters: (a path and how to read it, or an adapter's dict; strength).
-py::dict merge(const std::string& base, const py::list& adapters, const std::string& target, const std::string& dtype,
-               const std::string& keep, bool allow_unmatched) {
+py::dict merge(const std::string& base, const py::list& adapters, const std::string& target,
+               const std::string& dtype, const std::string& keep, bool allow_unmatched) {
   std::vector<Adapter> all;
   std::vector<double> strengths;
   for (const py::handle item : adapters) {
@@ -318,8 +321,8 @@ py::dict unmerge(const std::string& merged, const std::string& kept, const std::
 py::list names(const std::string& base) {
   py::list list;
   for (const AdapterName& n : adapter_names(base))
-    list.append(py::make_tuple(n.component, n.native, n.kind, n.out, n.in, n.column, n.spelled, n.row, n.native_row,
-                               n.rows));
+    list.append(py::make_tuple(n.component, n.native, n.kind, n.out, n.in, n.column, n.spelled,
+                               n.row, n.native_row, n.rows));
   return list;
 }
 
@@ -328,16 +331,17 @@ py::list names(const std::string& base) {
 void register_adapters(py::module_& m) {
   py::class_<Keeper>(m, "AdapterMemory", "Keeps the memory of an adapter's tensors.");
   m.def("adapter_read", &read, py::arg("path"), py::arg("options"), "The adapter as a dict.");
-  m.def("adapter_read_tensors", &read_tensors, py::arg("name"), py::arg("tensors"), py::arg("metadata"),
-        py::arg("config"), py::arg("options"));
+  m.def("adapter_read_tensors", &read_tensors, py::arg("name"), py::arg("tensors"),
+        py::arg("metadata"), py::arg("config"), py::arg("options"));
   m.def("adapter_write", &write, py::arg("adapter"), py::arg("path"), py::arg("options"));
-  m.def("adapter_convert", &convert, py::arg("source"), py::arg("target"), py::arg("read"), py::arg("options"));
+  m.def("adapter_convert", &convert, py::arg("source"), py::arg("target"), py::arg("read"),
+        py::arg("options"));
   m.def("adapter_spell", &spell, py::arg("adapter"), py::arg("options"));
   m.def("adapter_delta", &delta, py::arg("entry"), "(rows, columns, float64 bytes)");
   m.def("adapter_inspect", &inspect, py::arg("path"), py::arg("options"), py::arg("norms"));
   m.def("adapter_hashes", &hashes, py::arg("path"), "kohya's two hashes of a file.");
-  m.def("adapter_merge", &merge, py::arg("base"), py::arg("adapters"), py::arg("target"), py::arg("dtype"),
-        py::arg("keep"), py::arg("allow_unmatched"));
+  m.def("adapter_merge", &merge, py::arg("base"), py::arg("adapters"), py::arg("target"),
+        py::arg("dtype"), py::arg("keep"), py::arg("allow_unmatched"));
   m.def("adapter_unmerge", &unmerge, py::arg("merged"), py::arg("kept"), py::arg("target"));
   m.def("adapter_names", &names, py::arg("base"));
   m.def("adapter_bases", &adapter_bases);

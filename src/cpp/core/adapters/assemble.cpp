@@ -15,8 +15,10 @@ constexpr size_t kNamesInMessage = 6;
 
 std::string some_of(const std::vector<std::string>& names) {
   std::string text;
-  for (size_t i = 0; i < names.size() && i < kNamesInMessage; ++i) text += (i == 0 ? "" : ", ") + names[i];
-  if (names.size() > kNamesInMessage) text += " and " + std::to_string(names.size() - kNamesInMessage) + " more";
+  for (size_t i = 0; i < names.size() && i < kNamesInMessage; ++i)
+    text += (i == 0 ? "" : ", ") + names[i];
+  if (names.size() > kNamesInMessage)
+    text += " and " + std::to_string(names.size() - kNamesInMessage) + " more";
   return text;
 }
 
@@ -36,7 +38,8 @@ Status read_configs(const AdapterSource& source, Configs* configs, std::string* 
   if (!source.config.empty()) {
     configs->all.emplace_back();
     *text = source.config;
-    return parse_peft_config(source.name + " (adapter_config.json)", source.config, &configs->all.back().second);
+    return parse_peft_config(source.name + " (adapter_config.json)", source.config,
+                             &configs->all.back().second);
   }
   for (const auto& [key, value] : source.metadata) {
     if (key != "lora_adapter_metadata") continue;
@@ -64,9 +67,7 @@ class Assembler {
     const KeyPlace* place = nullptr;
   };
 
-  std::string layer_of(const KeyPlace& place) const {
-    return place.name + "." + place.path;
-  }
+  std::string layer_of(const KeyPlace& place) const { return place.name + "." + place.path; }
 
   Status group() {
     std::map<std::pair<std::string, std::string>, size_t> index;
@@ -86,9 +87,9 @@ class Assembler {
       AdapterEntry& entry = groups_[found->second].entry;
       const AdapterTensor* other = entry.find(place.role);
       if (other != nullptr)
-        return Status(StatusCode::kMalformedFile, source_.name + ": " + other->key + " and " +
-                                                      source_.tensors[i].key + " are the same tensor of " +
-                                                      layer_of(place) + ", expected one of them");
+        return Status(StatusCode::kMalformedFile,
+                      source_.name + ": " + other->key + " and " + source_.tensors[i].key +
+                          " are the same tensor of " + layer_of(place) + ", expected one of them");
       entry.tensors.push_back(source_.tensors[i]);
       AdapterTensor& tensor = entry.tensors.back();
       tensor.role = place.role;
@@ -110,7 +111,8 @@ class Assembler {
       for (const AdapterTensor& t : entry.tensors) adapter_.report.unused.push_back(t.key);
       return Status();
     }
-    for (const std::string& role : missing) adapter_.report.missing.push_back(layer_of(place) + ": " + role);
+    for (const std::string& role : missing)
+      adapter_.report.missing.push_back(layer_of(place) + ": " + role);
     if (!missing.empty()) return Status();
     if (places_.table != nullptr) LORAACCEL_RETURN_IF_ERROR(set_rows(place, &entry));
     ScaleSource scale;
@@ -125,8 +127,8 @@ class Assembler {
   // may be narrower.
   Status set_rows(const KeyPlace& place, AdapterEntry* entry) {
     const NameTable& table = *places_.table;
-    const NameColumn& names =
-        table.components[static_cast<size_t>(place.component)].columns[static_cast<size_t>(place.column)];
+    const NameColumn& names = table.components[static_cast<size_t>(place.component)]
+                                  .columns[static_cast<size_t>(place.column)];
     const Spelled& layer = names.layers[static_cast<size_t>(place.layer)];
     const NativeModule& module = table.modules[static_cast<size_t>(layer.pieces[0].module)];
     entry->path = module.path;
@@ -145,12 +147,13 @@ class Assembler {
     const int64_t units = layer.rows / unit;
     if (out == 0 || out % units != 0)
       return Status(StatusCode::kMalformedFile,
-                    source_.name + ": " + entry->tensors[0].key + " belongs to a layer of " + std::to_string(out) +
-                        " rows, expected a multiple of " + std::to_string(units) + ": " + place.path +
-                        " is a part of " + module.path);
+                    source_.name + ": " + entry->tensors[0].key + " belongs to a layer of " +
+                        std::to_string(out) + " rows, expected a multiple of " +
+                        std::to_string(units) + ": " + place.path + " is a part of " + module.path);
     const int64_t size = out / units;
     for (const SpelledPiece& piece : layer.pieces) {
-      entry->rows.push_back({piece.row / unit * size, piece.native_row / unit * size, piece.rows / unit * size});
+      entry->rows.push_back(
+          {piece.row / unit * size, piece.native_row / unit * size, piece.rows / unit * size});
     }
     entry->native_rows = module.out / unit * size;
     return Status();
@@ -180,46 +183,52 @@ Status check_overlaps(const std::string& where, const Adapter& adapter) {
     std::vector<const AdapterEntry*>& others = layers[{entry.component, entry.path}];
     for (const AdapterEntry* other : others) {
       if (!overlap(*other, entry)) continue;
-      return Status(StatusCode::kMalformedFile, where + ": " + other->tensors[0].key + " and " +
-                                                    entry.tensors[0].key + " both belong to " + entry.path +
-                                                    ", expected one spelling of each layer");
+      return Status(StatusCode::kMalformedFile,
+                    where + ": " + other->tensors[0].key + " and " + entry.tensors[0].key +
+                        " both belong to " + entry.path + ", expected one spelling of each layer");
     }
     others.push_back(&entry);
   }
   return Status();
 }
 
-Status verdict(const std::string& where, const ReadAdapterOptions& options, size_t total, const Adapter& adapter) {
+Status verdict(const std::string& where, const ReadAdapterOptions& options, size_t total,
+               const Adapter& adapter) {
   const AdapterReport& report = adapter.report;
   if (!report.missing.empty())
-    return Status(StatusCode::kMalformedFile,
-                  where + ": halves of pairs are missing in " + std::to_string(report.missing.size()) +
-                      " places: " + some_of(report.missing));
+    return Status(StatusCode::kMalformedFile, where + ": halves of pairs are missing in " +
+                                                  std::to_string(report.missing.size()) +
+                                                  " places: " + some_of(report.missing));
   if (adapter.entries.empty())
     return Status(StatusCode::kMalformedFile,
-                  where + ": none of its " + std::to_string(total) + " tensors belongs to an adapter of a known model" +
+                  where + ": none of its " + std::to_string(total) +
+                      " tensors belongs to an adapter of a known model" +
                       (report.unused.empty() ? "" : ": " + some_of(report.unused)));
   if (!report.unused.empty() && !options.allow_unmatched)
-    return Status(StatusCode::kMalformedFile,
-                  where + ": " + std::to_string(report.unused.size()) + " of " + std::to_string(total) +
-                      " tensors match no layer of " + (adapter.base.empty() ? "the model" : adapter.base) + " in " +
-                      (adapter.format.empty() ? "any" : adapter.format) +
-                      " spelling: " + some_of(report.unused) + ". allow_unmatched goes on without them");
+    return Status(
+        StatusCode::kMalformedFile,
+        where + ": " + std::to_string(report.unused.size()) + " of " + std::to_string(total) +
+            " tensors match no layer of " + (adapter.base.empty() ? "the model" : adapter.base) +
+            " in " + (adapter.format.empty() ? "any" : adapter.format) +
+            " spelling: " + some_of(report.unused) + ". allow_unmatched goes on without them");
   return Status();
 }
 
 }  // namespace
 
-Status read_adapter(const std::vector<AdapterSource>& sources, const ReadAdapterOptions& options, Adapter* adapter) {
+Status read_adapter(const std::vector<AdapterSource>& sources, const ReadAdapterOptions& options,
+                    Adapter* adapter) {
   *adapter = Adapter();
-  if (sources.empty()) return Status(StatusCode::kInvalidArgument, "read_adapter: there are no tensors to read");
+  if (sources.empty())
+    return Status(StatusCode::kInvalidArgument, "read_adapter: there are no tensors to read");
   size_t total = 0;
   ReadAdapterOptions inner = options;
   // Where several folders make one adapter, the one that says most about the base model says it for all.
   std::vector<const AdapterSource*> order;
   for (const AdapterSource& source : sources) order.push_back(&source);
-  std::stable_sort(order.begin(), order.end(),
-                   [](const AdapterSource* a, const AdapterSource* b) { return a->tensors.size() > b->tensors.size(); });
+  std::stable_sort(order.begin(), order.end(), [](const AdapterSource* a, const AdapterSource* b) {
+    return a->tensors.size() > b->tensors.size();
+  });
   for (const AdapterSource* source : order) {
     KeyPlaces places;
     LORAACCEL_RETURN_IF_ERROR(recognise_keys(*source, inner, &places));
@@ -233,7 +242,8 @@ Status read_adapter(const std::vector<AdapterSource>& sources, const ReadAdapter
     Assembler assembler(*source, places, adapter);
     LORAACCEL_RETURN_IF_ERROR(assembler.run());
     for (const auto& item : source->metadata) {
-      if (std::find(adapter->metadata.begin(), adapter->metadata.end(), item) == adapter->metadata.end())
+      if (std::find(adapter->metadata.begin(), adapter->metadata.end(), item) ==
+          adapter->metadata.end())
         adapter->metadata.push_back(item);
     }
   }

@@ -35,7 +35,8 @@ Status load(const AdapterTensor& t, int64_t row, int64_t rows, Matrix<T>* m) {
   m->rows = rows;
   m->cols = columns_of(t);
   m->values.resize(static_cast<size_t>(m->rows * m->cols));
-  const char* first = static_cast<const char*>(t.data) + row * m->cols * file_dtype_bits(t.dtype) / 8;
+  const char* first =
+      static_cast<const char*>(t.data) + row * m->cols * file_dtype_bits(t.dtype) / 8;
   if constexpr (std::is_same_v<T, float>) {
     if (!widen_elements(t.dtype, first, rows * m->cols, m->values.data())) return no_numbers(t);
   } else {
@@ -55,7 +56,8 @@ Status load(const AdapterTensor& t, Matrix<T>* m) {
 
 // out [a.rows, b.cols] += scale a b
 template <class T>
-Status add_product(const ExecContext& ctx, const Matrix<T>& a, const Matrix<T>& b, double scale, T* out) {
+Status add_product(const ExecContext& ctx, const Matrix<T>& a, const Matrix<T>& b, double scale,
+                   T* out) {
   constexpr DType kType = dtype_of<T>();
   LoraExpandArgs args;
   args.b = TensorView::matrix(b.values.data(), kType, b.rows, b.cols).transposed();
@@ -145,9 +147,11 @@ class Updates {
     Matrix<T> first;
     Matrix<T> second;
     LORAACCEL_RETURN_IF_ERROR(hada(Role::kHada1A, Role::kHada1B, Role::kHadaT1, row, rows, &first));
-    LORAACCEL_RETURN_IF_ERROR(hada(Role::kHada2A, Role::kHada2B, Role::kHadaT2, row, rows, &second));
+    LORAACCEL_RETURN_IF_ERROR(
+        hada(Role::kHada2A, Role::kHada2B, Role::kHadaT2, row, rows, &second));
     const T s = static_cast<T>(scale);
-    for (size_t i = 0; i < first.values.size(); ++i) delta[i] += s * (first.values[i] * second.values[i]);
+    for (size_t i = 0; i < first.values.size(); ++i)
+      delta[i] += s * (first.values[i] * second.values[i]);
     return Status();
   }
 
@@ -184,7 +188,8 @@ class Updates {
 
  private:
   template <class T>
-  Status hada(Role a_role, Role b_role, Role core_role, int64_t row, int64_t rows, Matrix<T>* out) const {
+  Status hada(Role a_role, Role b_role, Role core_role, int64_t row, int64_t rows,
+              Matrix<T>* out) const {
     Matrix<T> a;
     Matrix<T> b;
     LORAACCEL_RETURN_IF_ERROR(load(*e_.find(b_role), &b));
@@ -204,7 +209,8 @@ class Updates {
   }
 
   template <class T>
-  Status kron(Role whole_role, Role a_role, Role b_role, const AdapterTensor* core, Matrix<T>* out) const {
+  Status kron(Role whole_role, Role a_role, Role b_role, const AdapterTensor* core,
+              Matrix<T>* out) const {
     if (e_.find(whole_role) != nullptr) return load(*e_.find(whole_role), out);
     Matrix<T> a;
     Matrix<T> b;
@@ -253,7 +259,8 @@ int64_t delta_columns(const AdapterEntry& entry) {
 }
 
 template <class T>
-Status add_delta(const ExecContext& ctx, const AdapterEntry& entry, double strength, int64_t row, int64_t rows, T* delta) {
+Status add_delta(const ExecContext& ctx, const AdapterEntry& entry, double strength, int64_t row,
+                 int64_t rows, T* delta) {
   const Updates updates(ctx, entry);
   const double scale = strength * entry.scale.value;
   switch (entry.kind) {
@@ -270,16 +277,19 @@ Status add_delta(const ExecContext& ctx, const AdapterEntry& entry, double stren
     case AdapterKind::kNorm:
       return updates.whole(strength, Role::kNormWeight, row, rows, delta);
     default:
-      return Status(StatusCode::kInvalidArgument, entry.path + ": an adapter of kind " +
-                                                      adapter_kind_name(entry.kind) +
-                                                      " cannot be written as a difference of weights");
+      return Status(StatusCode::kInvalidArgument,
+                    entry.path + ": an adapter of kind " + adapter_kind_name(entry.kind) +
+                        " cannot be written as a difference of weights");
   }
 }
 
-template Status add_delta(const ExecContext&, const AdapterEntry&, double, int64_t, int64_t, float*);
-template Status add_delta(const ExecContext&, const AdapterEntry&, double, int64_t, int64_t, double*);
+template Status add_delta(const ExecContext&, const AdapterEntry&, double, int64_t, int64_t,
+                          float*);
+template Status add_delta(const ExecContext&, const AdapterEntry&, double, int64_t, int64_t,
+                          double*);
 
-Status adapter_delta(const AdapterEntry& entry, std::vector<double>* delta, int64_t* rows, int64_t* columns) {
+Status adapter_delta(const AdapterEntry& entry, std::vector<double>* delta, int64_t* rows,
+                     int64_t* columns) {
   *rows = entry.out();
   *columns = delta_columns(entry);
   delta->assign(static_cast<size_t>(*rows * *columns), 0.0);

@@ -14,6 +14,7 @@ int64_t delta_columns(const AdapterEntry& entry);
 // delta += strength * factor * update, in T (float or double), rows [row, row + rows) of the entry, dense.
 // kInvalidArgument for kinds without a delta, kUnsupportedDtype for tensors that are no numbers.
 template <class T>
-Status add_delta(const ExecContext& ctx, const AdapterEntry& entry, double strength, int64_t row, int64_t rows, T* delta);
+Status add_delta(const ExecContext& ctx, const AdapterEntry& entry, double strength, int64_t row,
+                 int64_t rows, T* delta);
 
 }  // namespace loraaccel

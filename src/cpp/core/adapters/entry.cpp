@@ -11,8 +11,8 @@ namespace {
 using Role = AdapterRole;
 
 Status bad_shape(const std::string& where, const AdapterTensor& t, const std::string& expected) {
-  return Status(StatusCode::kMalformedFile, where + ": " + t.key + " has shape " + shape_words(t.shape) +
-                                                ", expected " + expected);
+  return Status(StatusCode::kMalformedFile, where + ": " + t.key + " has shape " +
+                                                shape_words(t.shape) + ", expected " + expected);
 }
 
 bool any(const AdapterEntry& e, std::initializer_list<Role> roles) {
@@ -41,11 +41,12 @@ class Completer {
       return Status();
     }
     if (kinds > 1)
-      return Status(StatusCode::kMalformedFile, where_ + ": " + e_.tensors[0].key + " and " +
-                                                    e_.tensors.back().key +
-                                                    " are of two kinds of adapter, expected one for a layer");
+      return Status(StatusCode::kMalformedFile,
+                    where_ + ": " + e_.tensors[0].key + " and " + e_.tensors.back().key +
+                        " are of two kinds of adapter, expected one for a layer");
     for (const AdapterTensor& t : e_.tensors) {
-      if (t.role != Role::kAlpha && t.numel() == 0) return bad_shape(where_, t, "no dimension of 0");
+      if (t.role != Role::kAlpha && t.numel() == 0)
+        return bad_shape(where_, t, "no dimension of 0");
     }
     switch (e_.kind) {
       case AdapterKind::kLora:
@@ -78,13 +79,16 @@ class Completer {
     if (!both(down_role, up_role)) return Status();
     const AdapterTensor& down = *e_.find(down_role);
     const AdapterTensor& up = *e_.find(up_role);
-    if (down.shape.size() != 2 && down.shape.size() != 4) return bad_shape(where_, down, "[r, in] or [r, in, k, k]");
-    if (up.shape.size() != 2 && up.shape.size() != 4) return bad_shape(where_, up, "[out, r] or [out, r, 1, 1]");
+    if (down.shape.size() != 2 && down.shape.size() != 4)
+      return bad_shape(where_, down, "[r, in] or [r, in, k, k]");
+    if (up.shape.size() != 2 && up.shape.size() != 4)
+      return bad_shape(where_, up, "[out, r] or [out, r, 1, 1]");
     const int64_t rank = down.shape[0];
     if (up.shape[rank_dim] != rank || dim(up, 2) != 1 || dim(up, 3) != 1)
       return bad_shape(where_, up, "[out, " + std::to_string(rank) + "], the rank of " + down.key);
     const AdapterTensor* mid = e_.find(Role::kMid);
-    if (mid != nullptr && (mid->shape.size() != 4 || mid->shape[0] != rank || mid->shape[1] != rank))
+    if (mid != nullptr &&
+        (mid->shape.size() != 4 || mid->shape[0] != rank || mid->shape[1] != rank))
       return bad_shape(where_, *mid, "[r, r, k, k] with rank " + std::to_string(rank));
     e_.rank = rank;
     return bias_and_dora(up.shape[0], columns_of(down));
@@ -105,7 +109,8 @@ class Completer {
     const bool core = any(e_, {Role::kHadaT1, Role::kHadaT2});
     if (core && !both(Role::kHadaT1, Role::kHadaT2)) return Status();
     for (const Role role : {Role::kHada1A, Role::kHada1B, Role::kHada2A, Role::kHada2B}) {
-      if (e_.find(role)->shape.size() != 2) return bad_shape(where_, *e_.find(role), "two dimensions");
+      if (e_.find(role)->shape.size() != 2)
+        return bad_shape(where_, *e_.find(role), "two dimensions");
     }
     const AdapterTensor& a = *e_.find(Role::kHada1A);
     e_.rank = core ? a.shape[0] : a.shape[1];
@@ -114,12 +119,15 @@ class Completer {
       const AdapterTensor& b = *e_.find(role);
       const AdapterTensor& own = *e_.find(role == Role::kHada1B ? Role::kHada1A : Role::kHada2A);
       if (b.shape[0] != own.shape[core ? 0 : 1] || b.shape[1] != e_.find(Role::kHada1B)->shape[1])
-        return bad_shape(where_, b, "the rank of " + own.key + " and the width of " + e_.find(Role::kHada1B)->key);
+        return bad_shape(
+            where_, b,
+            "the rank of " + own.key + " and the width of " + e_.find(Role::kHada1B)->key);
       if (own.shape[core ? 1 : 0] != out) return bad_shape(where_, own, "as many rows as " + a.key);
     }
     for (const Role role : {Role::kHadaT1, Role::kHadaT2}) {
       const AdapterTensor* t = e_.find(role);
-      if (t != nullptr && (t->shape.size() != 4 || t->shape[0] != t->shape[1] || t->shape[0] != e_.rank))
+      if (t != nullptr &&
+          (t->shape.size() != 4 || t->shape[0] != t->shape[1] || t->shape[0] != e_.rank))
         return bad_shape(where_, *t, "[r, r, k, k] with rank " + std::to_string(e_.rank));
     }
     return bias_and_dora(out, e_.find(Role::kHada1B)->shape[1]);
@@ -130,8 +138,8 @@ class Completer {
     *rank = 0;
     if (e_.find(whole) != nullptr) {
       if (any(e_, {a, b}))
-        return Status(StatusCode::kMalformedFile, where_ + ": " + e_.find(whole)->key +
-                                                      " is there both whole and as a pair");
+        return Status(StatusCode::kMalformedFile,
+                      where_ + ": " + e_.find(whole)->key + " is there both whole and as a pair");
       return Status();
     }
     if (!any(e_, {a, b})) {
@@ -145,7 +153,8 @@ class Completer {
     if (left.shape.size() != 2) return bad_shape(where_, left, "two dimensions");
     *rank = core ? left.shape[0] : left.shape[1];
     if (right.shape.size() < 2 || right.shape[0] != *rank)
-      return bad_shape(where_, right, "[" + std::to_string(*rank) + ", ...], the rank of " + left.key);
+      return bad_shape(where_, right,
+                       "[" + std::to_string(*rank) + ", ...], the rank of " + left.key);
     return Status();
   }
 
@@ -160,7 +169,8 @@ class Completer {
         return bad_shape(where_, t, "a matrix");
     }
     const AdapterTensor* core = e_.find(Role::kKronT2);
-    if (core != nullptr && (core->shape.size() != 4 || rank2 == 0 || core->shape[0] != rank2 || core->shape[1] != e_.find(Role::kKron2B)->shape[0]))
+    if (core != nullptr && (core->shape.size() != 4 || rank2 == 0 || core->shape[0] != rank2 ||
+                            core->shape[1] != e_.find(Role::kKron2B)->shape[0]))
       return bad_shape(where_, *core, "[r, r, k, k] beside lokr_w2_a and lokr_w2_b");
     // the size of an inner dimension: the second factor's where both are pairs, which are equal in LyCORIS
     e_.rank = rank2 != 0 ? rank2 : rank1;
@@ -177,7 +187,8 @@ const Completer::Candidate Completer::kCandidates[9] = {
     {AdapterKind::kLoha,
      {Role::kHada1A, Role::kHada1B, Role::kHada2A, Role::kHada2B, Role::kHadaT1, Role::kHadaT2}},
     {AdapterKind::kLokr,
-     {Role::kKron1, Role::kKron1A, Role::kKron1B, Role::kKron2, Role::kKron2A, Role::kKron2B, Role::kKronT2}},
+     {Role::kKron1, Role::kKron1A, Role::kKron1B, Role::kKron2, Role::kKron2A, Role::kKron2B,
+      Role::kKronT2}},
     {AdapterKind::kNorm, {Role::kNormWeight, Role::kNormBias}},
     {AdapterKind::kIa3, {Role::kIa3, Role::kIa3OnInput}},
     {AdapterKind::kOft, {Role::kOftBlocks}},
@@ -216,14 +227,16 @@ int64_t AdapterEntry::out() const noexcept {
     case AdapterKind::kLoha:
       return size(Role::kHada1A, find(Role::kHadaT1) != nullptr ? 1 : 0);
     case AdapterKind::kLokr: {
-      const int64_t a = find(Role::kKron1) != nullptr ? size(Role::kKron1, 0) : size(Role::kKron1A, 0);
+      const int64_t a =
+          find(Role::kKron1) != nullptr ? size(Role::kKron1, 0) : size(Role::kKron1A, 0);
       if (find(Role::kKron2) != nullptr) return a * size(Role::kKron2, 0);
       return a * size(Role::kKron2A, find(Role::kKronT2) != nullptr ? 1 : 0);
     }
     case AdapterKind::kFull:
       return find(Role::kDiff) != nullptr ? size(Role::kDiff, 0) : size(Role::kDiffBias, 0);
     case AdapterKind::kNorm:
-      return find(Role::kNormWeight) != nullptr ? size(Role::kNormWeight, 0) : size(Role::kNormBias, 0);
+      return find(Role::kNormWeight) != nullptr ? size(Role::kNormWeight, 0)
+                                                : size(Role::kNormBias, 0);
     case AdapterKind::kEmbedding:
       return size(Role::kEmbeddingDown, 1);
     case AdapterKind::kReplace:
@@ -237,8 +250,8 @@ int64_t columns_of(const AdapterTensor& tensor) {
   return tensor.shape.empty() || tensor.shape[0] == 0 ? 0 : tensor.numel() / tensor.shape[0];
 }
 
-Status complete_entry(const std::string& where, AdapterEntry* entry, std::vector<std::string>* missing,
-                      bool* orphan) {
+Status complete_entry(const std::string& where, AdapterEntry* entry,
+                      std::vector<std::string>* missing, bool* orphan) {
   if (any(*entry, {Role::kWeight, Role::kBias})) {
     entry->kind = AdapterKind::kReplace;
     *orphan = false;
@@ -253,7 +266,8 @@ Status alpha_of(const std::string& where, const AdapterEntry& entry, std::option
   if (t == nullptr) return Status();
   double value = 0;
   if (t->numel() != 1 || !element_value(t->dtype, t->data, 0, &value))
-    return Status(StatusCode::kMalformedFile, where + ": " + t->key + " is " + file_dtype_name(t->dtype) + " of shape " +
+    return Status(StatusCode::kMalformedFile, where + ": " + t->key + " is " +
+                                                  file_dtype_name(t->dtype) + " of shape " +
                                                   shape_words(t->shape) + ", expected one number");
   *alpha = value;
   return Status();
@@ -283,14 +297,16 @@ Status complete_adapter_entry(std::optional<double> alpha, AdapterEntry* entry) 
   const AdapterScale given = entry->scale;
   LORAACCEL_RETURN_IF_ERROR(complete_entry(entry->path, entry, &missing, &orphan));
   if (orphan || !missing.empty())
-    return Status(StatusCode::kMalformedFile, entry->path + ": " + (orphan ? "no adapter among its tensors"
-                                                                           : missing[0] + " is missing"));
+    return Status(StatusCode::kMalformedFile,
+                  entry->path + ": " +
+                      (orphan ? "no adapter among its tensors" : missing[0] + " is missing"));
   if (entry->native_rows == 0 && entry->rows.empty()) entry->native_rows = entry->out();
   ScaleSource source;
   source.config_alpha = alpha;
   source.config_rank = 1;
   LORAACCEL_RETURN_IF_ERROR(scale_entry(entry->path, source, entry));
-  const bool open = entry->scale.rule == ScaleRule::kNoAlpha || entry->scale.rule == ScaleRule::kWholeFactors;
+  const bool open =
+      entry->scale.rule == ScaleRule::kNoAlpha || entry->scale.rule == ScaleRule::kWholeFactors;
   if (open && given.value != 1) {
     entry->scale = given;
     if (entry->scale.rule == ScaleRule::kNone) entry->scale.rule = ScaleRule::kConfigAlpha;

@@ -28,8 +28,9 @@ struct KeyEnding {
 
 struct Formats {
   std::vector<AdapterFormat> formats;
-  std::vector<KeyEnding> endings;   // as in the file
-  std::vector<KeyEnding> by_length;  // the longest first; those with "*" after those without, bare ones last
+  std::vector<KeyEnding> endings;  // as in the file
+  std::vector<KeyEnding>
+      by_length;  // the longest first; those with "*" after those without, bare ones last
 
   const AdapterFormat* find(std::string_view name) const;
   // The ending that files of this style get; null where it has no place for the role.

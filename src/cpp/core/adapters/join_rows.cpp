@@ -36,8 +36,8 @@ class Joiner {
     joined_.kind = first.kind;
     for (const AdapterEntry* e : entries_) {
       if (e->kind != first.kind)
-        return cannot("its parts are of the kinds " + std::string(adapter_kind_name(first.kind)) + " and " +
-                      adapter_kind_name(e->kind));
+        return cannot("its parts are of the kinds " + std::string(adapter_kind_name(first.kind)) +
+                      " and " + adapter_kind_name(e->kind));
       if (!dora_on_output(*e)) return cannot("its DoRA is over inputs, a number of all rows");
       if ((e->find(Role::kDoraScale) != nullptr) != (first.find(Role::kDoraScale) != nullptr))
         return cannot("only some of its parts have DoRA");
@@ -50,7 +50,8 @@ class Joiner {
         LORAACCEL_RETURN_IF_ERROR(pairs({{Role::kDown, Role::kUp}}));
         break;
       case AdapterKind::kLoha:
-        LORAACCEL_RETURN_IF_ERROR(pairs({{Role::kHada1B, Role::kHada1A}, {Role::kHada2B, Role::kHada2A}}));
+        LORAACCEL_RETURN_IF_ERROR(
+            pairs({{Role::kHada1B, Role::kHada1A}, {Role::kHada2B, Role::kHada2A}}));
         break;
       case AdapterKind::kLokr:
         LORAACCEL_RETURN_IF_ERROR(kron());
@@ -61,8 +62,8 @@ class Joiner {
       default:
         return cannot("expected lora, loha, lokr, full or norm");
     }
-    for (const Role role : {Role::kDiff, Role::kDiffBias, Role::kNormWeight, Role::kNormBias, Role::kUpBias,
-                            Role::kDoraScale}) {
+    for (const Role role : {Role::kDiff, Role::kDiffBias, Role::kNormWeight, Role::kNormBias,
+                            Role::kUpBias, Role::kDoraScale}) {
       LORAACCEL_RETURN_IF_ERROR(stack(role));
     }
     return Status();
@@ -134,9 +135,10 @@ class Joiner {
                       std::to_string(columns_of(*given)) + " inputs");
       AdapterTensor t;
       LORAACCEL_RETURN_IF_ERROR(as(*given, dtype, &t));
-      std::memcpy(to + static_cast<uint64_t>(share.row) * row_bytes,
-                  static_cast<const char*>(t.data) + static_cast<uint64_t>(share.entry_row) * row_bytes,
-                  static_cast<uint64_t>(share.rows) * row_bytes);
+      std::memcpy(
+          to + static_cast<uint64_t>(share.row) * row_bytes,
+          static_cast<const char*>(t.data) + static_cast<uint64_t>(share.entry_row) * row_bytes,
+          static_cast<uint64_t>(share.rows) * row_bytes);
     }
     joined_.tensors.push_back(std::move(result));
     return Status();
@@ -208,7 +210,8 @@ class Joiner {
     LORAACCEL_RETURN_IF_ERROR(make_tensor(role, dtype, shape, &result, &to));
     const int64_t size = file_dtype_bits(dtype) / 8;
     for (const RowShare& share : shares_) {
-      const auto which = static_cast<size_t>(std::find(entries_.begin(), entries_.end(), share.entry) - entries_.begin());
+      const auto which = static_cast<size_t>(
+          std::find(entries_.begin(), entries_.end(), share.entry) - entries_.begin());
       AdapterTensor t;
       LORAACCEL_RETURN_IF_ERROR(as(*share.entry->find(role), dtype, &t));
       const int64_t width = share.entry->rank;
@@ -228,7 +231,9 @@ class Joiner {
     for (const AdapterEntry* e : entries_) {
       for (const AdapterTensor& t : e->tensors) {
         const bool stacked = t.role == Role::kKron1 || t.role == Role::kKron1A;
-        if (stacked || t.role == Role::kDoraScale || t.role == Role::kAlpha || t.role == Role::kDiffBias) continue;
+        if (stacked || t.role == Role::kDoraScale || t.role == Role::kAlpha ||
+            t.role == Role::kDiffBias)
+          continue;
         const AdapterTensor* other = first.find(t.role);
         if (other == nullptr || !same_bytes(*other, t) || e->tensors.size() != first.tensors.size())
           return cannot("LoKr parts with different second factors have no exact sum");
@@ -253,7 +258,8 @@ class Joiner {
     std::swap(units, shares_);
     LORAACCEL_RETURN_IF_ERROR(status);
     for (const AdapterTensor& t : first.tensors) {
-      if (t.role != whole && t.role != Role::kDoraScale && t.role != Role::kAlpha && t.role != Role::kDiffBias)
+      if (t.role != whole && t.role != Role::kDoraScale && t.role != Role::kAlpha &&
+          t.role != Role::kDiffBias)
         joined_.tensors.push_back(t);
     }
     joined_.rank = first.rank;
@@ -280,7 +286,8 @@ Status scale_role(AdapterEntry* entry, Role role, double factor, int64_t* inexac
 
 }  // namespace
 
-Status join_rows(const std::vector<RowShare>& shares, int64_t rows, AdapterEntry* joined, int64_t* inexact) {
+Status join_rows(const std::vector<RowShare>& shares, int64_t rows, AdapterEntry* joined,
+                 int64_t* inexact) {
   return Joiner(shares, rows, joined).run(inexact);
 }
 
@@ -310,13 +317,15 @@ Status fold_scale(AdapterEntry* entry, int64_t* inexact) {
       LORAACCEL_RETURN_IF_ERROR(pair(Role::kHada1B, Role::kHada1A));
       break;
     case AdapterKind::kLokr:
-      LORAACCEL_RETURN_IF_ERROR(scale_role(entry, entry->find(Role::kKron1) != nullptr ? Role::kKron1 : Role::kKron1A,
-                                           scale, inexact));
+      LORAACCEL_RETURN_IF_ERROR(
+          scale_role(entry, entry->find(Role::kKron1) != nullptr ? Role::kKron1 : Role::kKron1A,
+                     scale, inexact));
       break;
     default:
       return Status();
   }
-  entry->scale = AdapterScale{1, ScaleRule::kNoAlpha, "1, " + number_text(scale) + " is multiplied in"};
+  entry->scale =
+      AdapterScale{1, ScaleRule::kNoAlpha, "1, " + number_text(scale) + " is multiplied in"};
   return Status();
 }
 

@@ -26,10 +26,12 @@ Status read_start(const std::string& path, uint64_t bytes, std::string* text) {
   text->resize(bytes);
   Status status;
   for (uint64_t done = 0; done < bytes && status.ok();) {
-    const ssize_t got = ops.pread(ops.state, fd, text->data() + done, bytes - done, static_cast<int64_t>(done));
+    const ssize_t got =
+        ops.pread(ops.state, fd, text->data() + done, bytes - done, static_cast<int64_t>(done));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) status = file_error(path, "reading", errno);
-    if (got == 0) status = Status(StatusCode::kMalformedFile, path + " has become shorter while it was read");
+    if (got == 0)
+      status = Status(StatusCode::kMalformedFile, path + " has become shorter while it was read");
     if (got > 0) done += static_cast<uint64_t>(got);
   }
   ops.close(ops.state, fd);
@@ -59,8 +61,8 @@ const std::string* find_metadata(const SafetensorsReader& file, std::string* val
   return nullptr;
 }
 
-Status copy_tensor(const SafetensorsReader& from, const TensorEntry& entry, std::vector<char>* memory,
-                   OutputFile* file) {
+Status copy_tensor(const SafetensorsReader& from, const TensorEntry& entry,
+                   std::vector<char>* memory, OutputFile* file) {
   for (uint64_t offset = 0; offset < entry.size_bytes(); offset += kCopyBytes) {
     const uint64_t bytes = std::min<uint64_t>(kCopyBytes, entry.size_bytes() - offset);
     LORAACCEL_RETURN_IF_ERROR(from.read(entry, offset, bytes, memory->data()));
@@ -71,14 +73,17 @@ Status copy_tensor(const SafetensorsReader& from, const TensorEntry& entry, std:
 }
 
 // The kept header, checked as that of a file with as much data as it says.
-Status original_header(const SafetensorsReader& kept, std::string* bytes, SafetensorsHeader* header) {
+Status original_header(const SafetensorsReader& kept, std::string* bytes,
+                       SafetensorsHeader* header) {
   const TensorEntry* entry = kept.find(kHeaderName);
   if (entry == nullptr || entry->dtype != FileDType::kU8 || entry->size_bytes() < 8)
-    return Status(StatusCode::kInvalidArgument, kept.path() + " was not kept by a merge: it has no tensor " + kHeaderName);
+    return Status(StatusCode::kInvalidArgument,
+                  kept.path() + " was not kept by a merge: it has no tensor " + kHeaderName);
   bytes->resize(entry->size_bytes());
   LORAACCEL_RETURN_IF_ERROR(kept.read(*entry, 0, bytes->size(), bytes->data()));
   uint64_t length = 0;
-  for (size_t i = 0; i < 8; ++i) length |= static_cast<uint64_t>(static_cast<uint8_t>((*bytes)[i])) << (8 * i);
+  for (size_t i = 0; i < 8; ++i)
+    length |= static_cast<uint64_t>(static_cast<uint8_t>((*bytes)[i])) << (8 * i);
   if (length != bytes->size() - 8)
     return Status(StatusCode::kMalformedFile, kept.path() + ": " + kHeaderName + " is no header");
   uint64_t data = 0;
@@ -89,9 +94,11 @@ Status original_header(const SafetensorsReader& kept, std::string* bytes, Safete
     value = item.value;
     known = &value;
   }
-  if (known == nullptr) return Status(StatusCode::kMalformedFile, kept.path() + " does not say the original's size");
+  if (known == nullptr)
+    return Status(StatusCode::kMalformedFile, kept.path() + " does not say the original's size");
   for (const char c : value) {
-    if (c < '0' || c > '9' || data > (uint64_t{1} << 58)) return Status(StatusCode::kMalformedFile, kept.path() + ": no size");
+    if (c < '0' || c > '9' || data > (uint64_t{1} << 58))
+      return Status(StatusCode::kMalformedFile, kept.path() + ": no size");
     data = data * 10 + static_cast<uint64_t>(c - '0');
   }
   auto text = std::make_unique<char[]>(length + 1);
@@ -135,12 +142,13 @@ Status keep_originals(const SafetensorsReader& base, const std::vector<const Ten
     t.fetch_host = &lents.back();
     tensors.push_back(std::move(t));
   }
-  const SaveMetadata metadata = {{kIdentityKey, *identity}, {"loraaccel.file_size", std::to_string(base.file_size())}};
+  const SaveMetadata metadata = {{kIdentityKey, *identity},
+                                 {"loraaccel.file_size", std::to_string(base.file_size())}};
   return save_safetensors(path, tensors, &metadata, {});
 }
 
-Status unmerge_adapters(const std::string& merged_path, const std::string& kept_path, const std::string& target,
-                        MergeReport* report) {
+Status unmerge_adapters(const std::string& merged_path, const std::string& kept_path,
+                        const std::string& target, MergeReport* report) {
   MergeReport local;
   if (report == nullptr) report = &local;
   *report = MergeReport();
@@ -153,17 +161,20 @@ Status unmerge_adapters(const std::string& merged_path, const std::string& kept_
   std::string bytes;
   SafetensorsHeader header;
   LORAACCEL_RETURN_IF_ERROR(original_header(kept, &bytes, &header));
-  if (find_metadata(kept, &of_kept) == nullptr || find_metadata(merged, &of_merged) == nullptr || of_kept != of_merged)
-    return Status(StatusCode::kInvalidArgument,
-                  kept_path + " was not kept when " + merged_path + " was merged, expected the same " + kIdentityKey +
-                      " in both files' metadata");
+  if (find_metadata(kept, &of_kept) == nullptr || find_metadata(merged, &of_merged) == nullptr ||
+      of_kept != of_merged)
+    return Status(StatusCode::kInvalidArgument, kept_path + " was not kept when " + merged_path +
+                                                    " was merged, expected the same " +
+                                                    kIdentityKey + " in both files' metadata");
   uint64_t size = bytes.size();
   for (const TensorEntry& entry : header.entries) {
     const TensorEntry* found = kept.find(entry.name);
     if (found == nullptr) found = merged.find(entry.name);
-    if (found == nullptr || found->dtype != entry.dtype || found->size_bytes() != entry.size_bytes())
-      return Status(StatusCode::kInvalidArgument, merged_path + ": " + std::string(entry.name) +
-                                                      " is not the tensor that it was after the merge");
+    if (found == nullptr || found->dtype != entry.dtype ||
+        found->size_bytes() != entry.size_bytes())
+      return Status(StatusCode::kInvalidArgument,
+                    merged_path + ": " + std::string(entry.name) +
+                        " is not the tensor that it was after the merge");
     size += entry.size_bytes();
   }
   OutputFile file(system_file_ops());
@@ -174,8 +185,9 @@ Status unmerge_adapters(const std::string& merged_path, const std::string& kept_
   for (const TensorEntry& entry : header.entries) {
     const TensorEntry* found = kept.find(entry.name);
     report->changed += found != nullptr ? 1 : 0;
-    LORAACCEL_RETURN_IF_ERROR(found != nullptr ? copy_tensor(kept, *found, &memory, &file)
-                                               : copy_tensor(merged, *merged.find(entry.name), &memory, &file));
+    LORAACCEL_RETURN_IF_ERROR(found != nullptr
+                                  ? copy_tensor(kept, *found, &memory, &file)
+                                  : copy_tensor(merged, *merged.find(entry.name), &memory, &file));
   }
   report->tensors = static_cast<int64_t>(header.entries.size());
   report->paths.push_back(target);

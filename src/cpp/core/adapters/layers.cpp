@@ -27,13 +27,17 @@ constexpr std::array<FlatPrefix, 6> kFlatPrefixes = {{{"text_encoder", "lora_te_
 
 Status unnamed(const std::string& format, const std::vector<std::string>& layers) {
   std::string text;
-  for (size_t i = 0; i < layers.size() && i < kNamesInMessage; ++i) text += (i == 0 ? "" : ", ") + layers[i];
-  if (layers.size() > kNamesInMessage) text += " and " + std::to_string(layers.size() - kNamesInMessage) + " more";
+  for (size_t i = 0; i < layers.size() && i < kNamesInMessage; ++i)
+    text += (i == 0 ? "" : ", ") + layers[i];
+  if (layers.size() > kNamesInMessage)
+    text += " and " + std::to_string(layers.size() - kNamesInMessage) + " more";
   return Status(StatusCode::kInvalidArgument, "the format " + format + " has no name for " +
-                                                  std::to_string(layers.size()) + " layers: " + text);
+                                                  std::to_string(layers.size()) +
+                                                  " layers: " + text);
 }
 
-Status without_table(const Adapter& adapter, const std::string& format, std::vector<SpelledEntry>* spelled) {
+Status without_table(const Adapter& adapter, const std::string& format,
+                     std::vector<SpelledEntry>* spelled) {
   std::vector<std::string> missing;
   std::map<std::string, std::string> flat_paths;
   for (const AdapterEntry& entry : adapter.entries) {
@@ -56,8 +60,9 @@ Status without_table(const Adapter& adapter, const std::string& format, std::vec
       }
       const auto [other, added] = flat_paths.emplace(s.stem(), entry.path);
       if (!added && other->second != entry.path)
-        return Status(StatusCode::kInvalidArgument, "the layers " + other->second + " and " + entry.path + " both are " +
-                                                        s.stem() + " in kohya's spelling, expected names that differ");
+        return Status(StatusCode::kInvalidArgument,
+                      "the layers " + other->second + " and " + entry.path + " both are " +
+                          s.stem() + " in kohya's spelling, expected names that differ");
     } else {
       missing.push_back(entry.path);
     }
@@ -69,12 +74,14 @@ Status without_table(const Adapter& adapter, const std::string& format, std::vec
 // The entries of one native layer, and the layers that a column makes of it.
 class LayerSpeller {
  public:
-  LayerSpeller(const NameTable& table, const NameColumn& names, const Spelling& spelling, int64_t* inexact)
+  LayerSpeller(const NameTable& table, const NameColumn& names, const Spelling& spelling,
+               int64_t* inexact)
       : table_(table), names_(names), spelling_(spelling), inexact_(inexact) {}
 
   bool named(int module) const { return !names_.of_module[static_cast<size_t>(module)].empty(); }
 
-  Status spell(const std::vector<const AdapterEntry*>& entries, int module, std::vector<SpelledEntry>* spelled) {
+  Status spell(const std::vector<const AdapterEntry*>& entries, int module,
+               std::vector<SpelledEntry>* spelled) {
     const std::vector<int>& layers = names_.of_module[static_cast<size_t>(module)];
     const int64_t native_out = table_.modules[static_cast<size_t>(module)].out;
     if (layers.size() == 1 && entries.size() == 1 && entries[0]->rows.empty() &&
@@ -104,7 +111,8 @@ class LayerSpeller {
   }
 
  private:
-  void add(const AdapterEntry& entry, int layer, int module, std::vector<SpelledEntry>* spelled) const {
+  void add(const AdapterEntry& entry, int layer, int module,
+           std::vector<SpelledEntry>* spelled) const {
     SpelledEntry s;
     s.entry = entry;
     s.entry.rows.clear();
@@ -126,27 +134,31 @@ class LayerSpeller {
     for (const SpelledPiece& piece : names.pieces) {
       for (const int64_t n : {piece.row, piece.native_row, piece.rows}) {
         if (n * actual % native_out != 0)
-          return Status(StatusCode::kInvalidArgument,
-                        entries[0]->path + ": its " + std::to_string(actual) + " rows cannot be divided as its " +
-                            std::to_string(native_out) + " are");
+          return Status(StatusCode::kInvalidArgument, entries[0]->path + ": its " +
+                                                          std::to_string(actual) +
+                                                          " rows cannot be divided as its " +
+                                                          std::to_string(native_out) + " are");
       }
       for (const AdapterEntry* entry : entries) {
         if (entry->native_rows != actual)
           return Status(StatusCode::kInvalidArgument,
-                        entry->path + ": its parts are of layers of " + std::to_string(actual) + " and " +
-                            std::to_string(entry->native_rows) + " rows, expected one size");
+                        entry->path + ": its parts are of layers of " + std::to_string(actual) +
+                            " and " + std::to_string(entry->native_rows) +
+                            " rows, expected one size");
         std::vector<RowPiece> covered = entry->rows;
         if (covered.empty()) covered.push_back({0, 0, actual});
         for (const RowPiece& own : covered) {
           const int64_t begin = std::max(own.native_row, size(piece.native_row));
-          const int64_t end = std::min(own.native_row + own.rows, size(piece.native_row + piece.rows));
+          const int64_t end =
+              std::min(own.native_row + own.rows, size(piece.native_row + piece.rows));
           if (begin >= end) continue;
-          shares->push_back({entry, own.row + begin - own.native_row, size(piece.row) + begin - size(piece.native_row),
-                             end - begin});
+          shares->push_back({entry, own.row + begin - own.native_row,
+                             size(piece.row) + begin - size(piece.native_row), end - begin});
         }
       }
     }
-    std::sort(shares->begin(), shares->end(), [](const RowShare& a, const RowShare& b) { return a.row < b.row; });
+    std::sort(shares->begin(), shares->end(),
+              [](const RowShare& a, const RowShare& b) { return a.row < b.row; });
     return Status();
   }
 
@@ -159,16 +171,18 @@ class LayerSpeller {
         for (const RowShare& share : layer) rows += share.entry == entry ? share.rows : 0;
       }
       if (rows != entry->out())
-        return Status(StatusCode::kInvalidArgument, entry->path + ": the format " + spelling_.format + " names only " +
-                                                        std::to_string(rows) + " of the " +
-                                                        std::to_string(entry->out()) + " rows that the adapter changes");
+        return Status(StatusCode::kInvalidArgument,
+                      entry->path + ": the format " + spelling_.format + " names only " +
+                          std::to_string(rows) + " of the " + std::to_string(entry->out()) +
+                          " rows that the adapter changes");
     }
     return Status();
   }
 
   // Entries that are divided, and whose B is block-diagonal.
   static std::map<const AdapterEntry*, std::vector<RowRun>> find_blocks(
-      const std::vector<const AdapterEntry*>& entries, const std::vector<std::vector<RowShare>>& shares) {
+      const std::vector<const AdapterEntry*>& entries,
+      const std::vector<std::vector<RowShare>>& shares) {
     std::map<const AdapterEntry*, std::vector<RowRun>> blocks;
     for (const AdapterEntry* entry : entries) {
       std::vector<std::vector<RowRun>> parts;
@@ -185,7 +199,8 @@ class LayerSpeller {
   }
 
   Status one_layer(const std::vector<RowShare>& shares, int64_t rows,
-                   std::map<const AdapterEntry*, std::vector<RowRun>>* blocks, AdapterEntry* made) const {
+                   std::map<const AdapterEntry*, std::vector<RowRun>>* blocks,
+                   AdapterEntry* made) const {
     const AdapterEntry* entry = shares[0].entry;
     std::vector<RowRun> runs;
     int64_t covered = 0;
@@ -237,9 +252,9 @@ Status check_certain(const Adapter& adapter, const NameTable& table, const std::
       const Spelling* s = spelling_of(table.components[static_cast<size_t>(a)], format);
       const Spelling* t = spelling_of(other->components[static_cast<size_t>(b)], format);
       if (s != nullptr && t != nullptr && (s->prefix != t->prefix || s->column != t->column))
-        return Status(StatusCode::kInvalidArgument, "the adapter may be of " + table.base + " or " + other_base +
-                                                        ", and " + format +
-                                                        " names their layers differently: say which base it is");
+        return Status(StatusCode::kInvalidArgument,
+                      "the adapter may be of " + table.base + " or " + other_base + ", and " +
+                          format + " names their layers differently: say which base it is");
     }
   }
   return Status();
@@ -247,8 +262,8 @@ Status check_certain(const Adapter& adapter, const NameTable& table, const std::
 
 }  // namespace
 
-Status spell_entries(const Adapter& adapter, const std::string& format, std::vector<SpelledEntry>* spelled,
-                     int64_t* inexact) {
+Status spell_entries(const Adapter& adapter, const std::string& format,
+                     std::vector<SpelledEntry>* spelled, int64_t* inexact) {
   const NameTable* table = adapter.base.empty() ? nullptr : find_name_table(adapter.base);
   if (table == nullptr) return without_table(adapter, format, spelled);
   LORAACCEL_RETURN_IF_ERROR(check_certain(adapter, *table, format));
@@ -268,14 +283,15 @@ Status spell_entries(const Adapter& adapter, const std::string& format, std::vec
     layers[place->second].second.push_back(&entry);
   }
   for (const auto& [module, entries] : layers) {
-    const NameComponent& component =
-        table->components[static_cast<size_t>(table->modules[static_cast<size_t>(module)].component)];
+    const NameComponent& component = table->components[static_cast<size_t>(
+        table->modules[static_cast<size_t>(module)].component)];
     const Spelling* spelling = spelling_of(component, format);
     if (spelling == nullptr) {
       missing.push_back(entries[0]->component + "." + entries[0]->path);
       continue;
     }
-    LayerSpeller speller(*table, component.columns[static_cast<size_t>(spelling->column)], *spelling, inexact);
+    LayerSpeller speller(*table, component.columns[static_cast<size_t>(spelling->column)],
+                         *spelling, inexact);
     if (!speller.named(module)) {
       missing.push_back(entries[0]->component + "." + entries[0]->path);
       continue;

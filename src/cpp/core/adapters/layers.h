@@ -11,8 +11,8 @@ namespace loraaccel {
 
 // An entry under the name that a format has for it.
 struct SpelledEntry {
-  AdapterEntry entry;   // rows is empty: it is all of the spelled layer
-  std::string path;     // dotted, without a prefix
+  AdapterEntry entry;  // rows is empty: it is all of the spelled layer
+  std::string path;    // dotted, without a prefix
   std::string prefix;
   bool flat = false;
   LayerKind kind = LayerKind::kLinear;
@@ -22,7 +22,7 @@ struct SpelledEntry {
 };
 
 // In the order of the adapter. *inexact counts rounded elements; kInvalidArgument lists layers without a name.
-Status spell_entries(const Adapter& adapter, const std::string& format, std::vector<SpelledEntry>* spelled,
-                     int64_t* inexact);
+Status spell_entries(const Adapter& adapter, const std::string& format,
+                     std::vector<SpelledEntry>* spelled, int64_t* inexact);
 
 }  // namespace loraaccel

@@ -44,14 +44,15 @@ bool store(FileDType dtype, double value, char* to, double* stored) {
 size_t element_bytes(FileDType dtype) { return static_cast<size_t>(file_dtype_bits(dtype)) / 8; }
 
 Status unsupported(const AdapterTensor& tensor) {
-  return Status(StatusCode::kUnsupportedDtype, tensor.key + " is " + file_dtype_name(tensor.dtype) +
-                                                   ", expected F64, F32, F16 or BF16 to compute with");
+  return Status(StatusCode::kUnsupportedDtype,
+                tensor.key + " is " + file_dtype_name(tensor.dtype) +
+                    ", expected F64, F32, F16 or BF16 to compute with");
 }
 
 }  // namespace
 
-Status make_tensor(AdapterRole role, FileDType dtype, std::vector<int64_t> shape, AdapterTensor* tensor,
-                   char** data) {
+Status make_tensor(AdapterRole role, FileDType dtype, std::vector<int64_t> shape,
+                   AdapterTensor* tensor, char** data) {
   *tensor = AdapterTensor();
   tensor->role = role;
   tensor->dtype = dtype;
@@ -59,7 +60,8 @@ Status make_tensor(AdapterRole role, FileDType dtype, std::vector<int64_t> shape
   const uint64_t bytes = tensor->size_bytes();
   std::shared_ptr<char[]> memory(new (std::nothrow) char[bytes == 0 ? 1 : bytes]());
   if (memory == nullptr)
-    return Status(StatusCode::kOutOfMemory, "no memory for a tensor of " + std::to_string(bytes) + " bytes");
+    return Status(StatusCode::kOutOfMemory,
+                  "no memory for a tensor of " + std::to_string(bytes) + " bytes");
   *data = memory.get();
   tensor->data = memory.get();
   tensor->owner = std::move(memory);
@@ -82,7 +84,8 @@ AdapterTensor reshaped(const AdapterTensor& tensor, std::vector<int64_t> shape) 
   return result;
 }
 
-Status rows_of_tensor(const AdapterTensor& tensor, const std::vector<RowRun>& runs, AdapterTensor* part) {
+Status rows_of_tensor(const AdapterTensor& tensor, const std::vector<RowRun>& runs,
+                      AdapterTensor* part) {
   const uint64_t row_bytes =
       tensor.shape[0] == 0 ? 0 : tensor.size_bytes() / static_cast<uint64_t>(tensor.shape[0]);
   int64_t rows = 0;

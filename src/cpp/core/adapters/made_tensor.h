@@ -6,8 +6,8 @@
 namespace loraaccel {
 
 // Zeros; *data is where they are written. kOutOfMemory for what cannot be had.
-Status make_tensor(AdapterRole role, FileDType dtype, std::vector<int64_t> shape, AdapterTensor* tensor,
-                   char** data);
+Status make_tensor(AdapterRole role, FileDType dtype, std::vector<int64_t> shape,
+                   AdapterTensor* tensor, char** data);
 
 // One number, as a scalar of `dtype` where that holds it exactly, else of F32, else of F64.
 Status make_number(AdapterRole role, FileDType dtype, double value, AdapterTensor* tensor);
@@ -20,7 +20,8 @@ struct RowRun {
   int64_t row = 0;
   int64_t rows = 0;
 };
-Status rows_of_tensor(const AdapterTensor& tensor, const std::vector<RowRun>& runs, AdapterTensor* part);
+Status rows_of_tensor(const AdapterTensor& tensor, const std::vector<RowRun>& runs,
+                      AdapterTensor* part);
 
 // A copy times `factor`, each element rounded once. kUnsupportedDtype for what is not F64, F32, F16 or BF16.
 // *inexact counts the elements whose product is not the exact one.

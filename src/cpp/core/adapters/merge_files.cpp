@@ -38,32 +38,36 @@ Status find_files(const std::string& base, const std::string& target, BaseModel*
   }
   std::error_code error;
   std::vector<fs::path> paths;
-  for (auto i = fs::recursive_directory_iterator(base, error); !error && i != fs::recursive_directory_iterator();
-       i.increment(error)) {
+  for (auto i = fs::recursive_directory_iterator(base, error);
+       !error && i != fs::recursive_directory_iterator(); i.increment(error)) {
     if (i->is_regular_file(error)) paths.push_back(i->path());
   }
-  if (error) return Status(StatusCode::kFileError, base + ": listing the folder failed: " + error.message(), error.value());
+  if (error)
+    return Status(StatusCode::kFileError, base + ": listing the folder failed: " + error.message(),
+                  error.value());
   std::sort(paths.begin(), paths.end());
   for (const fs::path& path : paths) {
     const std::string to = (fs::path(target) / path.lexically_relative(base)).string();
     if (path.extension() == ".safetensors") {
       const bool inner = path.parent_path() != fs::path(base);
-      const std::string folder = inner ? path.parent_path().filename().string() : file_name_of(base);
+      const std::string folder =
+          inner ? path.parent_path().filename().string() : file_name_of(base);
       model->files.push_back({path.string(), to, folder, {}, {}});
     } else {
       model->others.emplace_back(path.string(), to);
     }
   }
   if (model->files.empty())
-    return Status(StatusCode::kMalformedFile, base + " is a folder without a .safetensors file, expected a base model");
+    return Status(StatusCode::kMalformedFile,
+                  base + " is a folder without a .safetensors file, expected a base model");
   return Status();
 }
 
 // Lends the writer the bytes of one base tensor: as they are, or merged.
 class BaseTensor {
  public:
-  BaseTensor(const SafetensorsReader& reader, const TensorEntry& entry, const MergeWork* work, const ExecContext& ctx,
-             MergeReport* report)
+  BaseTensor(const SafetensorsReader& reader, const TensorEntry& entry, const MergeWork* work,
+             const ExecContext& ctx, MergeReport* report)
       : reader_(reader), entry_(entry), work_(work), ctx_(ctx), report_(report) {}
 
   static Status fetch(void* host, uint64_t offset, size_t bytes, const void** data) {
@@ -76,7 +80,8 @@ class BaseTensor {
       if (bytes > size_) {
         memory_.reset(new (std::nothrow) char[bytes]);
         size_ = memory_ == nullptr ? 0 : bytes;
-        if (memory_ == nullptr) return Status(StatusCode::kOutOfMemory, "no memory to copy " + std::string(entry_.name));
+        if (memory_ == nullptr)
+          return Status(StatusCode::kOutOfMemory, "no memory to copy " + std::string(entry_.name));
       }
       LORAACCEL_RETURN_IF_ERROR(reader_.read(entry_, offset, bytes, memory_.get()));
       *data = memory_.get();
@@ -91,8 +96,8 @@ class BaseTensor {
     const uint64_t bytes = entry_.size_bytes();
     memory_.reset(new (std::nothrow) char[bytes]);
     if (memory_ == nullptr)
-      return Status(StatusCode::kOutOfMemory,
-                    "no memory for " + std::string(entry_.name) + ", " + std::to_string(bytes) + " bytes");
+      return Status(StatusCode::kOutOfMemory, "no memory for " + std::string(entry_.name) + ", " +
+                                                  std::to_string(bytes) + " bytes");
     LORAACCEL_RETURN_IF_ERROR(reader_.read(entry_, 0, bytes, memory_.get()));
     MergedWeight w;
     w.name = reader_.path() + ": " + std::string(entry_.name);
@@ -103,8 +108,8 @@ class BaseTensor {
     w.data = memory_.get();
     LORAACCEL_RETURN_IF_ERROR(merge_weight(ctx_, *work_, &w));
     if (w.rounding > 0)
-      report_->notes.push_back(std::string(entry_.name) + ": rounded to " + file_dtype_name(w.dtype) + ", by up to " +
-                               number_text(w.rounding));
+      report_->notes.push_back(std::string(entry_.name) + ": rounded to " +
+                               file_dtype_name(w.dtype) + ", by up to " + number_text(w.rounding));
     return Status();
   }
 
@@ -127,7 +132,8 @@ class BaseTensors {
     hosts_.reserve(file.reader.entries().size());
     for (const TensorEntry& entry : file.reader.entries()) {
       const auto found = file.work.find(entry.name);
-      tensors_.emplace_back(file.reader, entry, found == file.work.end() ? nullptr : &found->second, ctx, report);
+      tensors_.emplace_back(file.reader, entry, found == file.work.end() ? nullptr : &found->second,
+                            ctx, report);
     }
     for (BaseTensor& t : tensors_) hosts_.push_back({this, &t});
   }
@@ -168,8 +174,8 @@ class BaseTensors {
   BaseTensor* last_ = nullptr;
 };
 
-Status merge_file(const BaseFile& file, const std::string& path, const MergeOptions& options, const ExecContext& ctx,
-                  const std::string& identity, MergeReport* report) {
+Status merge_file(const BaseFile& file, const std::string& path, const MergeOptions& options,
+                  const ExecContext& ctx, const std::string& identity, MergeReport* report) {
   BaseTensors tensors(file, ctx, report);
   const std::vector<TensorToSave> saves = tensors.list();
   SaveMetadata metadata;
@@ -178,7 +184,8 @@ Status merge_file(const BaseFile& file, const std::string& path, const MergeOpti
     if (item.key == "sshs_model_hash" || item.key == "sshs_legacy_hash") {
       hashes = true;
     } else if (item.key == "modelspec.hash_sha256") {
-      report->notes.push_back(file.source + ": modelspec.hash_sha256 is left out: it was of the model before");
+      report->notes.push_back(file.source +
+                              ": modelspec.hash_sha256 is left out: it was of the model before");
     } else if (item.key != kIdentityKey) {
       metadata.emplace_back(item.key, item.value);
     }
@@ -189,19 +196,21 @@ Status merge_file(const BaseFile& file, const std::string& path, const MergeOpti
   save.hashes = hashes;
   save.hashes_in_metadata = hashes;
   SaveReport saved;
-  LORAACCEL_RETURN_IF_ERROR(save_safetensors(path, saves, metadata.empty() && !file.reader.has_metadata() ? nullptr : &metadata,
-                                             save, &saved));
+  LORAACCEL_RETURN_IF_ERROR(save_safetensors(
+      path, saves, metadata.empty() && !file.reader.has_metadata() ? nullptr : &metadata, save,
+      &saved));
   for (const CastLoss& loss : saved.losses) {
-    report->notes.push_back(loss.name + ": " + std::to_string(loss.flushed_to_zero) + " numbers became zero, " +
-                            std::to_string(loss.became_infinite) + " infinite");
+    report->notes.push_back(loss.name + ": " + std::to_string(loss.flushed_to_zero) +
+                            " numbers became zero, " + std::to_string(loss.became_infinite) +
+                            " infinite");
   }
   return Status();
 }
 
 }  // namespace
 
-Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> adapters, const std::string& target,
-                      const MergeOptions& options, MergeReport* report) {
+Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> adapters,
+                      const std::string& target, const MergeOptions& options, MergeReport* report) {
   MergeReport local;
   if (report == nullptr) report = &local;
   *report = MergeReport();
@@ -210,8 +219,9 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
   BaseModel model;
   LORAACCEL_RETURN_IF_ERROR(find_files(base, target, &model));
   if (!options.keep.empty() && (options.dtype || model.files.size() != 1))
-    return Status(StatusCode::kInvalidArgument,
-                  options.keep + ": original bytes are kept of models of one file, without another dtype");
+    return Status(
+        StatusCode::kInvalidArgument,
+        options.keep + ": original bytes are kept of models of one file, without another dtype");
   for (BaseFile& file : model.files) {
     LORAACCEL_RETURN_IF_ERROR(SafetensorsReader::open(file.source, &file.reader));
     LORAACCEL_RETURN_IF_ERROR(plan.plan(file.reader, file.component, &file.work));
@@ -220,12 +230,15 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
   }
   report->unused = plan.unused();
   if (report->changed == 0)
-    return Status(StatusCode::kInvalidArgument, base + " has none of the layers that the adapter changes" +
-                                                    (report->unused.empty() ? "" : ", as " + report->unused[0]));
+    return Status(StatusCode::kInvalidArgument,
+                  base + " has none of the layers that the adapter changes" +
+                      (report->unused.empty() ? "" : ", as " + report->unused[0]));
   if (!report->unused.empty() && !options.allow_unmatched) {
     std::string names;
-    for (size_t i = 0; i < report->unused.size() && i < 6; ++i) names += (i == 0 ? "" : ", ") + report->unused[i];
-    return Status(StatusCode::kInvalidArgument, base + " has no weights for " + std::to_string(report->unused.size()) +
+    for (size_t i = 0; i < report->unused.size() && i < 6; ++i)
+      names += (i == 0 ? "" : ", ") + report->unused[i];
+    return Status(StatusCode::kInvalidArgument, base + " has no weights for " +
+                                                    std::to_string(report->unused.size()) +
                                                     " layers of the adapter: " + names +
                                                     ". allow_unmatched goes on without them");
   }

@@ -17,7 +17,8 @@ using Role = AdapterRole;
 
 std::string shape_of(const TensorEntry& t) { return shape_words({t.shape.begin(), t.shape.end()}); }
 
-Status refuse(StatusCode code, const SafetensorsReader& file, const TensorEntry& tensor, const std::string& what) {
+Status refuse(StatusCode code, const SafetensorsReader& file, const TensorEntry& tensor,
+              const std::string& what) {
   return Status(code, file.path() + ": " + std::string(tensor.name) + " " + what);
 }
 
@@ -36,8 +37,9 @@ Status check_finite(const AdapterEntry& entry) {
       float sum = 0;
       for (int64_t k = 0; k < n; ++k) sum += values[static_cast<size_t>(k)] * 0.0F;
       if (sum != 0.0F)
-        return Status(StatusCode::kInvalidArgument, (t.key.empty() ? entry.path : t.key) +
-                                                        " holds a NaN or an infinity, expected finite numbers");
+        return Status(StatusCode::kInvalidArgument,
+                      (t.key.empty() ? entry.path : t.key) +
+                          " holds a NaN or an infinity, expected finite numbers");
     }
   }
   return Status();
@@ -59,7 +61,8 @@ Status transpose(const AdapterTensor& t, Role role, AdapterTensor* result) {
 // The adapter of W^T: (B A)^T = A^T B^T.
 Status turn(const AdapterEntry& entry, AdapterEntry* turned) {
   *turned = entry;
-  if (entry.kind != AdapterKind::kLora || entry.tensors.size() < 2 || entry.find(Role::kDoraScale) != nullptr)
+  if (entry.kind != AdapterKind::kLora || entry.tensors.size() < 2 ||
+      entry.find(Role::kDoraScale) != nullptr)
     return Status(StatusCode::kInvalidArgument,
                   entry.path + ": only plain LoRA is merged into weights stored as [in, out]");
   AdapterTensor up;
@@ -110,20 +113,27 @@ Status MergePlan::prepare(std::span<const AdapterToMerge> adapters) {
   turned_.reserve(count);
   for (const AdapterToMerge& a : adapters) {
     if (a.adapter->base != base)
-      return Status(StatusCode::kInvalidArgument, "an adapter of " + base + " and one of " + a.adapter->base +
+      return Status(StatusCode::kInvalidArgument, "an adapter of " + base + " and one of " +
+                                                      a.adapter->base +
                                                       " cannot be merged into one model");
     if (!std::isfinite(a.strength))
-      return Status(StatusCode::kInvalidArgument, "a strength of " + number_text(a.strength) + ", expected a number");
+      return Status(StatusCode::kInvalidArgument,
+                    "a strength of " + number_text(a.strength) + ", expected a number");
     PeftConfig config;
     if (a.adapter->format == "peft" && !a.adapter->config.empty())
-      LORAACCEL_RETURN_IF_ERROR(parse_peft_config("adapter_config.json", a.adapter->config, &config));
+      LORAACCEL_RETURN_IF_ERROR(
+          parse_peft_config("adapter_config.json", a.adapter->config, &config));
     for (const AdapterEntry& entry : a.adapter->entries) {
       if (!mergeable(entry.kind))
-        return Status(StatusCode::kInvalidArgument,
-                      entry.path + ": an adapter of kind " + adapter_kind_name(entry.kind) + " cannot be merged");
+        return Status(StatusCode::kInvalidArgument, entry.path + ": an adapter of kind " +
+                                                        adapter_kind_name(entry.kind) +
+                                                        " cannot be merged");
       if (entry.kind == AdapterKind::kReplace && a.strength != 1)
-        return Status(StatusCode::kInvalidArgument, entry.path + ": a weight that replaces the model's has no "
-                                                                 "strength but 1, found " + number_text(a.strength));
+        return Status(StatusCode::kInvalidArgument,
+                      entry.path +
+                          ": a weight that replaces the model's has no "
+                          "strength but 1, found " +
+                          number_text(a.strength));
       LORAACCEL_RETURN_IF_ERROR(check_finite(entry));
       const AdapterEntry* use = &entry;
       if (config.fan_in_fan_out && entry.kind == AdapterKind::kLora) {
@@ -139,7 +149,8 @@ Status MergePlan::prepare(std::span<const AdapterToMerge> adapters) {
   return Status();
 }
 
-bool MergePlan::find_target(std::string_view key, const std::string& component, int64_t rows, Target* target) const {
+bool MergePlan::find_target(std::string_view key, const std::string& component, int64_t rows,
+                            Target* target) const {
   std::string_view stem = key;
   target->bias = false;
   if (stem.ends_with(".weight")) {
@@ -155,7 +166,8 @@ bool MergePlan::find_target(std::string_view key, const std::string& component, 
   bool found = false;
   for (size_t c = 0; c < table_->components.size(); ++c) {
     const NameComponent& names = table_->components[c];
-    if (!component.empty() && table_->component(component) >= 0 && names.name != component) continue;
+    if (!component.empty() && table_->component(component) >= 0 && names.name != component)
+      continue;
     for (const CheckpointSpelling& spelling : names.checkpoints) {
       if (!stem.starts_with(spelling.prefix)) continue;
       const NameColumn& column = names.columns[static_cast<size_t>(spelling.column)];
@@ -191,14 +203,16 @@ Status MergePlan::plan(const SafetensorsReader& file, const std::string& compone
     if (is_quantised(tensor.dtype))
       return refuse(StatusCode::kInvalidArgument, file, tensor,
                     std::string("is quantised (") + file_dtype_name(tensor.dtype) +
-                        "): merging would round it again. Keep the adapter apart, or merge into the model that the "
+                        "): merging would round it again. Keep the adapter apart, or merge into "
+                        "the model that the "
                         "quantised one was made of");
     std::string scale(tensor.name.substr(0, tensor.name.rfind('.')));
     for (const char* ending : {".scale_weight", ".weight_scale", ".weight_scale_inv"}) {
       if (file.find(scale + ending) == nullptr) continue;
       return refuse(StatusCode::kInvalidArgument, file, tensor,
                     "has a scale of its own, " + scale + ending +
-                        ": merging would need another one. Keep the adapter apart, or merge into the model that this "
+                        ": merging would need another one. Keep the adapter apart, or merge into "
+                        "the model that this "
                         "one was made of");
     }
     work->emplace(tensor.name, std::move(here));
@@ -206,28 +220,29 @@ Status MergePlan::plan(const SafetensorsReader& file, const std::string& compone
   return Status();
 }
 
-Status MergePlan::plan_tensor(const SafetensorsReader& file, const TensorEntry& tensor, const Target& target,
-                              MergeWork* work) {
+Status MergePlan::plan_tensor(const SafetensorsReader& file, const TensorEntry& tensor,
+                              const Target& target, MergeWork* work) {
   std::vector<size_t> items;
   if (target.layer == nullptr) {
     items = by_layer_[{"", target.path}];
   } else {
     for (const SpelledPiece& piece : target.layer->pieces) {
       const NativeModule& module = table_->modules[static_cast<size_t>(piece.module)];
-      const auto found =
-          by_layer_.find({table_->components[static_cast<size_t>(target.component)].name, module.path});
+      const auto found = by_layer_.find(
+          {table_->components[static_cast<size_t>(target.component)].name, module.path});
       if (found == by_layer_.end()) continue;
       for (const size_t i : found->second) {
         if (std::find(items.begin(), items.end(), i) == items.end()) items.push_back(i);
       }
     }
   }
-  for (const size_t i : items) LORAACCEL_RETURN_IF_ERROR(place(file, tensor, target, &items_[i], work));
+  for (const size_t i : items)
+    LORAACCEL_RETURN_IF_ERROR(place(file, tensor, target, &items_[i], work));
   return Status();
 }
 
-Status MergePlan::place(const SafetensorsReader& file, const TensorEntry& tensor, const Target& target, Item* item,
-                        MergeWork* work) {
+Status MergePlan::place(const SafetensorsReader& file, const TensorEntry& tensor,
+                        const Target& target, Item* item, MergeWork* work) {
   const AdapterEntry& entry = *item->entry;
   const std::vector<Role> biases = bias_roles(entry);
   if (target.bias ? biases.empty() : !has_weight(entry)) return Status();
@@ -240,7 +255,8 @@ Status MergePlan::place(const SafetensorsReader& file, const TensorEntry& tensor
   if (target.layer == nullptr) {
     if (rows != out)
       return refuse(StatusCode::kShapeMismatch, file, tensor,
-                    "has shape " + shape_of(tensor) + ", and " + key + " changes " + std::to_string(out) + " rows");
+                    "has shape " + shape_of(tensor) + ", and " + key + " changes " +
+                        std::to_string(out) + " rows");
     shares.push_back({&entry, item->strength, 0, 0, out});
   } else {
     for (const SpelledPiece& piece : target.layer->pieces) {
@@ -256,7 +272,8 @@ Status MergePlan::place(const SafetensorsReader& file, const TensorEntry& tensor
       if (whole) covered.push_back({0, 0, out});
       for (const RowPiece& own : covered) {
         const int64_t begin = std::max(own.native_row, size(piece.native_row));
-        const int64_t end = std::min(own.native_row + own.rows, size(piece.native_row + piece.rows));
+        const int64_t end =
+            std::min(own.native_row + own.rows, size(piece.native_row + piece.rows));
         if (begin >= end) continue;
         shares.push_back({&entry, item->strength, own.row + begin - own.native_row,
                           size(piece.row) + begin - size(piece.native_row), end - begin});
@@ -265,22 +282,26 @@ Status MergePlan::place(const SafetensorsReader& file, const TensorEntry& tensor
   }
   if (target.bias) {
     if (biases.size() > 1)
-      return refuse(StatusCode::kInvalidArgument, file, tensor, "has two differences in the adapter");
+      return refuse(StatusCode::kInvalidArgument, file, tensor,
+                    "has two differences in the adapter");
     work->vector = true;
     work->role = biases[0];
     if (entry.find(biases[0])->numel() != out)
-      return refuse(StatusCode::kShapeMismatch, file, tensor, "has another size than " + entry.find(biases[0])->key);
+      return refuse(StatusCode::kShapeMismatch, file, tensor,
+                    "has another size than " + entry.find(biases[0])->key);
     item->bias_placed = true;
   } else {
     int64_t columns = 1;
     for (size_t i = 1; i < tensor.shape.size(); ++i) columns *= tensor.shape[i];
-    const int64_t own = entry.kind == AdapterKind::kReplace ? columns_of(*entry.find(Role::kWeight)) : delta_columns(entry);
+    const int64_t own = entry.kind == AdapterKind::kReplace ? columns_of(*entry.find(Role::kWeight))
+                                                            : delta_columns(entry);
     if (own != columns)
       return refuse(StatusCode::kShapeMismatch, file, tensor,
-                    "has shape " + shape_of(tensor) + ", and " + key + " is for " + std::to_string(own) +
-                        " numbers in a row");
+                    "has shape " + shape_of(tensor) + ", and " + key + " is for " +
+                        std::to_string(own) + " numbers in a row");
     if (!dora_on_output(entry) && shares.size() != 1)
-      return refuse(StatusCode::kInvalidArgument, file, tensor, "is a part of what a DoRA over inputs changes");
+      return refuse(StatusCode::kInvalidArgument, file, tensor,
+                    "is a part of what a DoRA over inputs changes");
     for (const MergeShare& share : shares) item->rows_placed += share.rows;
   }
   work->shares.insert(work->shares.end(), shares.begin(), shares.end());
@@ -292,7 +313,8 @@ std::vector<std::string> MergePlan::unused() const {
   for (const Item& item : items_) {
     const AdapterEntry& e = *item.entry;
     if (has_weight(e) && item.rows_placed < e.out()) names.push_back(e.component + "." + e.path);
-    if (!bias_roles(e).empty() && !item.bias_placed) names.push_back(e.component + "." + e.path + " (bias)");
+    if (!bias_roles(e).empty() && !item.bias_placed)
+      names.push_back(e.component + "." + e.path + " (bias)");
   }
   return names;
 }

@@ -54,15 +54,18 @@ class MergePlan {
     std::string path;
     bool bias = false;
   };
-  bool find_target(std::string_view key, const std::string& component, int64_t rows, Target* target) const;
-  Status plan_tensor(const SafetensorsReader& file, const TensorEntry& tensor, const Target& target, MergeWork* work);
-  Status place(const SafetensorsReader& file, const TensorEntry& tensor, const Target& target, Item* item,
-               MergeWork* work);
+  bool find_target(std::string_view key, const std::string& component, int64_t rows,
+                   Target* target) const;
+  Status plan_tensor(const SafetensorsReader& file, const TensorEntry& tensor, const Target& target,
+                     MergeWork* work);
+  Status place(const SafetensorsReader& file, const TensorEntry& tensor, const Target& target,
+               Item* item, MergeWork* work);
 
   const NameTable* table_ = nullptr;
   std::vector<AdapterEntry> turned_;  // of layers stored [in, out]
   std::vector<Item> items_;
-  std::map<std::pair<std::string, std::string>, std::vector<size_t>> by_layer_;  // component (or ""), path
+  std::map<std::pair<std::string, std::string>, std::vector<size_t>>
+      by_layer_;  // component (or ""), path
 };
 
 }  // namespace loraaccel

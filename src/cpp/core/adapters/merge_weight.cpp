@@ -26,8 +26,8 @@ constexpr int64_t kBlockRows = 64;
 int64_t row_bytes(const MergedWeight& w) { return w.columns * file_dtype_bits(w.dtype) / 8; }
 
 bool plain_lora(const MergeShare& share) {
-  return share.entry->kind == AdapterKind::kLora && share.entry->find(Role::kDoraScale) == nullptr &&
-         share.entry->find(Role::kMid) == nullptr;
+  return share.entry->kind == AdapterKind::kLora &&
+         share.entry->find(Role::kDoraScale) == nullptr && share.entry->find(Role::kMid) == nullptr;
 }
 
 bool kernel_dtype(FileDType dtype, DType* kernel) {
@@ -106,13 +106,15 @@ class Merger {
       const AdapterTensor& a = *s.entry->find(Role::kDown);
       const float factor = one ? 1.0F : static_cast<float>(s.strength * s.entry->scale.value);
       std::vector<float> values(static_cast<size_t>(rows * r));
-      const char* from = static_cast<const char*>(b.data) + s.entry_row * r * file_dtype_bits(b.dtype) / 8;
+      const char* from =
+          static_cast<const char*>(b.data) + s.entry_row * r * file_dtype_bits(b.dtype) / 8;
       if (!widen_elements(b.dtype, from, rows * r, values.data()) ||
           !widen_elements(a.dtype, a.data, r * w_.columns, down.data() + first * w_.columns))
         return Status(StatusCode::kUnsupportedDtype, a.key + ": no type to compute with");
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t k = 0; k < r; ++k)
-          up[static_cast<size_t>(i * rank + first + k)] = factor * values[static_cast<size_t>(i * r + k)];
+          up[static_cast<size_t>(i * rank + first + k)] =
+              factor * values[static_cast<size_t>(i * r + k)];
       }
       first += r;
     }
@@ -147,14 +149,16 @@ class Merger {
     }
     if (finite) return Status();
     return Status(StatusCode::kInvalidArgument,
-                  w_.name + ": the merged weight has numbers that are too large for " + file_dtype_name(w_.dtype));
+                  w_.name + ": the merged weight has numbers that are too large for " +
+                      file_dtype_name(w_.dtype));
   }
 
   // Everything else: blocks of rows, widened, changed and rounded by one thread each.
   template <class T>
   Status blocks(const Band& band) {
-    const bool by_inputs = std::any_of(band.shares.begin(), band.shares.end(),
-                                       [](const MergeShare& s) { return !dora_on_output(*s.entry); });
+    const bool by_inputs =
+        std::any_of(band.shares.begin(), band.shares.end(),
+                    [](const MergeShare& s) { return !dora_on_output(*s.entry); });
     const int64_t rows = band.end - band.begin;
     const int64_t size = by_inputs ? rows : kBlockRows;  // norms of columns need all rows
     const int64_t count = ceil_div(rows, size);
@@ -164,7 +168,8 @@ class Merger {
     Status failure;
     parallel_for(ctx_, count, [&](int64_t i) {
       const int64_t begin = band.begin + i * size;
-      const Status status = block<T>(count > 1 ? single : ctx_, band, begin, std::min(size, band.end - begin));
+      const Status status =
+          block<T>(count > 1 ? single : ctx_, band, begin, std::min(size, band.end - begin));
       if (status.ok()) return;
       const std::scoped_lock lock(mutex);
       if (failure.ok()) failure = status;
@@ -209,25 +214,29 @@ class Merger {
 
   // values += m (g V - W); W is the frozen weight, whatever other adapters add.
   template <class T>
-  Status dora(const ExecContext& ctx, const MergeShare& s, int64_t row, int64_t rows, const std::vector<T>& original,
-              std::vector<T>* values) const {
+  Status dora(const ExecContext& ctx, const MergeShare& s, int64_t row, int64_t rows,
+              const std::vector<T>& original, std::vector<T>* values) const {
     std::vector<T> v = original;
     LORAACCEL_RETURN_IF_ERROR(add_delta(ctx, *s.entry, 1, row, rows, v.data()));
     const AdapterTensor& magnitude = *s.entry->find(Role::kDoraScale);
     const bool outputs = dora_on_output(*s.entry);
     const auto width = static_cast<size_t>(w_.columns);
     const auto per_input = outputs ? 1 : width / static_cast<size_t>(magnitude.numel());
-    std::vector<double> squares(outputs ? static_cast<size_t>(rows) : static_cast<size_t>(magnitude.numel()), 0.0);
+    std::vector<double> squares(
+        outputs ? static_cast<size_t>(rows) : static_cast<size_t>(magnitude.numel()), 0.0);
     const auto group = [&](size_t i) { return outputs ? i / width : i % width / per_input; };
-    for (size_t i = 0; i < v.size(); ++i) squares[group(i)] += static_cast<double>(v[i]) * static_cast<double>(v[i]);
+    for (size_t i = 0; i < v.size(); ++i)
+      squares[group(i)] += static_cast<double>(v[i]) * static_cast<double>(v[i]);
     for (size_t i = 0; i < squares.size(); ++i) {
       double m = 0;
-      if (!element_value(magnitude.dtype, magnitude.data, static_cast<int64_t>(i) + (outputs ? row : 0), &m))
+      if (!element_value(magnitude.dtype, magnitude.data,
+                         static_cast<int64_t>(i) + (outputs ? row : 0), &m))
         return Status(StatusCode::kUnsupportedDtype, magnitude.key + ": no type to compute with");
       squares[i] = m / (std::sqrt(squares[i]) + FLT_EPSILON);
     }
     for (size_t i = 0; i < v.size(); ++i) {
-      const double change = squares[group(i)] * static_cast<double>(v[i]) - static_cast<double>(original[i]);
+      const double change =
+          squares[group(i)] * static_cast<double>(v[i]) - static_cast<double>(original[i]);
       (*values)[i] = static_cast<T>(static_cast<double>((*values)[i]) + s.strength * change);
     }
     return Status();
@@ -247,13 +256,15 @@ class Merger {
     CastCounts counts{};
     cast_elements(FileDType::kF32, values.data(), w_.dtype, row_at(begin), values.size(), &counts);
     if (counts.infinities > 0)
-      return Status(StatusCode::kInvalidArgument, w_.name + ": the merged weight has numbers that are too large for " +
-                                                      file_dtype_name(w_.dtype));
+      return Status(StatusCode::kInvalidArgument,
+                    w_.name + ": the merged weight has numbers that are too large for " +
+                        file_dtype_name(w_.dtype));
     if (!byte) return Status();
     std::vector<float> stored(values.size());
     widen_elements(w_.dtype, row_at(begin), static_cast<int64_t>(values.size()), stored.data());
     float largest = 0;
-    for (size_t i = 0; i < values.size(); ++i) largest = std::max(largest, std::abs(stored[i] - values[i]));
+    for (size_t i = 0; i < values.size(); ++i)
+      largest = std::max(largest, std::abs(stored[i] - values[i]));
     const std::scoped_lock lock(rounding_mutex_);
     w_.rounding = std::max(w_.rounding, static_cast<double>(largest));
     return Status();
@@ -267,7 +278,8 @@ class Merger {
 // A bias or a norm's weight: numbers, not rows.
 Status merge_vector(const MergeWork& work, MergedWeight* w) {
   std::vector<double> values(static_cast<size_t>(w->rows));
-  for (int64_t i = 0; i < w->rows; ++i) element_value(w->dtype, w->data, i, &values[static_cast<size_t>(i)]);
+  for (int64_t i = 0; i < w->rows; ++i)
+    element_value(w->dtype, w->data, i, &values[static_cast<size_t>(i)]);
   for (const MergeShare& s : work.shares) {
     const AdapterTensor& t = *s.entry->find(work.role);
     const double factor = s.strength * (work.role == Role::kUpBias ? s.entry->scale.value : 1);
@@ -286,8 +298,8 @@ Status merge_vector(const MergeWork& work, MergedWeight* w) {
   CastCounts counts{};
   cast_elements(FileDType::kF64, values.data(), w->dtype, w->data, values.size(), &counts);
   if (counts.infinities == 0) return Status();
-  return Status(StatusCode::kInvalidArgument, w->name + ": the merged numbers are too large for " +
-                                                  file_dtype_name(w->dtype));
+  return Status(StatusCode::kInvalidArgument,
+                w->name + ": the merged numbers are too large for " + file_dtype_name(w->dtype));
 }
 
 }  // namespace

@@ -7,12 +7,12 @@
 namespace loraaccel {
 
 struct MergedWeight {
-  std::string name;  // for messages
+  std::string name;                   // for messages
   FileDType dtype = FileDType::kF32;  // of both
   int64_t rows = 0;
   int64_t columns = 0;
   void* data = nullptr;  // changed in place; aligned to its type
-  double rounding = 0;  // of 8-bit types: the largest difference that rounding made
+  double rounding = 0;   // of 8-bit types: the largest difference that rounding made
 };
 
 // kInvalidArgument where the result is not finite; the data is then undefined.

@@ -99,8 +99,8 @@ Status substitute(const std::string& word, const NameVariables& variables, std::
       continue;
     }
     size_t end = i + 1;
-    while (end < word.size() && ((word[end] >= 'A' && word[end] <= 'Z') ||
-                                 (word[end] >= 'a' && word[end] <= 'z'))) {
+    while (end < word.size() &&
+           ((word[end] >= 'A' && word[end] <= 'Z') || (word[end] >= 'a' && word[end] <= 'z'))) {
       ++end;
     }
     const auto found = variables.find(word.substr(i + 1, end - i - 1));

@@ -171,8 +171,7 @@ Status TableReader::layer(const std::vector<std::string>& words, LayerKind kind,
   table_->modules.push_back(module);
   LORAACCEL_RETURN_IF_ERROR(spell(kNativeColumn, module.path, {index, 0, 0, module.out}));
   std::vector<RowPart> parts;
-  LORAACCEL_RETURN_IF_ERROR(
-      parts_of(words[2] == "=" ? words[1] : words[2], module.out, &parts));
+  LORAACCEL_RETURN_IF_ERROR(parts_of(words[2] == "=" ? words[1] : words[2], module.out, &parts));
   int64_t row = 0;
   for (const RowPart& part : parts) {
     const std::string path = place.diffusers + part.path;
@@ -311,8 +310,9 @@ std::vector<AdapterName> adapter_names(const std::string& base) {
       for (const Spelled& layer : component.columns[c].layers) {
         for (const SpelledPiece& piece : layer.pieces) {
           const NativeModule& module = table->modules[static_cast<size_t>(piece.module)];
-          names.push_back({component.name, module.path, layer_kind_name(module.kind), module.out, module.in,
-                           table->columns[c], layer.path, piece.row, piece.native_row, piece.rows});
+          names.push_back({component.name, module.path, layer_kind_name(module.kind), module.out,
+                           module.in, table->columns[c], layer.path, piece.row, piece.native_row,
+                           piece.rows});
         }
       }
     }

@@ -73,7 +73,8 @@ struct NameColumn {
   std::vector<Spelled> layers;
   std::unordered_map<std::string, int> dotted;
   std::unordered_map<std::string, int> flat;
-  std::vector<std::vector<int>> of_module;  // by index of the module in the table: which layers it is in
+  std::vector<std::vector<int>>
+      of_module;  // by index of the module in the table: which layers it is in
 };
 
 struct NameComponent {

@@ -21,8 +21,8 @@ Status load(const AdapterTensor& t, std::vector<double>* values) {
   values->resize(static_cast<size_t>(t.numel()));
   for (size_t i = 0; i < values->size(); ++i) {
     if (!element_value(t.dtype, t.data, static_cast<int64_t>(i), &(*values)[i]))
-      return Status(StatusCode::kUnsupportedDtype, t.key + " is " + file_dtype_name(t.dtype) +
-                                                       ", expected a type of numbers");
+      return Status(StatusCode::kUnsupportedDtype,
+                    t.key + " is " + file_dtype_name(t.dtype) + ", expected a type of numbers");
   }
   return Status();
 }
@@ -74,7 +74,8 @@ Status adapter_norm(const AdapterEntry& entry, std::optional<double>* norm) {
   return Status();
 }
 
-Status adapter_file_hashes(const std::string& path, std::string* model_hash, std::string* legacy_hash) {
+Status adapter_file_hashes(const std::string& path, std::string* model_hash,
+                           std::string* legacy_hash) {
   SafetensorsReader reader;
   LORAACCEL_RETURN_IF_ERROR(SafetensorsReader::open(path, &reader));
   std::vector<TensorToSave> tensors;

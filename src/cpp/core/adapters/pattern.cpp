@@ -17,7 +17,7 @@ using Set = std::bitset<256>;
 // A machine that is in many places at once: one step for each character, no going back.
 struct Instruction {
   enum class What : uint8_t { kSet, kSplit, kMatch } what = What::kMatch;
-  Set set;         // of characters
+  Set set;          // of characters
   size_t next = 0;  // of kSplit: two places to be in
   size_t other = 0;
 };
@@ -134,7 +134,8 @@ class Compiler {
         set->set('_');
       }
     } else if (lower == 's') {
-      for (const char space : {' ', '\t', '\n', '\r', '\f', '\v'}) set->set(static_cast<size_t>(space));
+      for (const char space : {' ', '\t', '\n', '\r', '\f', '\v'})
+        set->set(static_cast<size_t>(space));
     } else if ((lower >= 'a' && lower <= 'z') || (c >= '0' && c <= '9')) {
       return false;
     } else {
@@ -196,7 +197,9 @@ class Compiler {
     if (more() && text_[at_] == '?') ++at_;  // how greedy it is does not change what matches
     Program out;
     for (int i = 0; i < (endless ? least : most); ++i) {
-      if (i >= least) out.push_back({Instruction::What::kSplit, {}, out.size() + 1, out.size() + 1 + item->size()});
+      if (i >= least)
+        out.push_back(
+            {Instruction::What::kSplit, {}, out.size() + 1, out.size() + 1 + item->size()});
       append(&out, *item);
       if (out.size() > kMaxInstructions) return false;
     }
@@ -246,7 +249,8 @@ class Run {
       ++step_;
       for (const size_t place : places) {
         const Instruction& i = program_[place];
-        if (i.what == Instruction::What::kSet && i.set[static_cast<unsigned char>(c)]) start(place + 1, &next);
+        if (i.what == Instruction::What::kSet && i.set[static_cast<unsigned char>(c)])
+          start(place + 1, &next);
       }
       places.swap(next);
       if (places.empty()) return false;

@@ -29,8 +29,10 @@ Status parse_object(const std::string& what, const std::string& text, Json* obje
 
 Status number(const std::string& what, const std::string& key, const Json& value, double* out) {
   if (!value.is_number() || !std::isfinite(value.get<double>()))
-    return malformed(what, key + " is " + value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 100) +
-                               ", expected a number");
+    return malformed(what,
+                     key + " is " +
+                         value.dump(-1, ' ', false, Json::error_handler_t::replace).substr(0, 100) +
+                         ", expected a number");
   *out = value.get<double>();
   return Status();
 }
@@ -44,7 +46,8 @@ Status rank_of(const std::string& what, const std::string& key, const Json& valu
   return Status();
 }
 
-Status one_key(const std::string& what, const std::string& key, const Json& value, PeftConfig* config) {
+Status one_key(const std::string& what, const std::string& key, const Json& value,
+               PeftConfig* config) {
   if (value.is_null()) return Status();
   if (key == "peft_type" && value.is_string()) {
     config->type = value.get<std::string>();
@@ -57,7 +60,8 @@ Status one_key(const std::string& what, const std::string& key, const Json& valu
     LORAACCEL_RETURN_IF_ERROR(number(what, key, value, &alpha));
     config->alpha = alpha;
   } else if (key == "use_rslora" || key == "fan_in_fan_out") {
-    if (!value.is_boolean()) return malformed(what, key + " is " + value.dump() + ", expected true or false");
+    if (!value.is_boolean())
+      return malformed(what, key + " is " + value.dump() + ", expected true or false");
     (key == "use_rslora" ? config->rank_stabilised : config->fan_in_fan_out) = value.get<bool>();
   } else if (key == "alpha_pattern") {
     if (!value.is_object()) return malformed(what, "alpha_pattern is no object");
@@ -87,7 +91,8 @@ T most_common(const std::vector<ConfigLayer>& layers, T none, const F& value) {
 }
 
 Json alpha_json(double alpha) {
-  return alpha == std::floor(alpha) && std::abs(alpha) < 1e15 ? Json(static_cast<int64_t>(alpha)) : Json(alpha);
+  return alpha == std::floor(alpha) && std::abs(alpha) < 1e15 ? Json(static_cast<int64_t>(alpha))
+                                                              : Json(alpha);
 }
 
 // A layer's path as a key of a pattern, which PEFT takes as a regular expression: in our paths only "." is special, and
@@ -99,9 +104,10 @@ nlohmann::json config_json(const ConfigToWrite& config) {
     if (original.is_object()) json = original;
   }
   const bool lora = config.type == "LORA";
-  const auto rank = most_common<int64_t>(config.layers, 8, [](const ConfigLayer& l) { return l.rank; });
-  const auto alpha =
-      most_common<double>(config.layers, static_cast<double>(rank), [](const ConfigLayer& l) { return l.alpha; });
+  const auto rank =
+      most_common<int64_t>(config.layers, 8, [](const ConfigLayer& l) { return l.rank; });
+  const auto alpha = most_common<double>(config.layers, static_cast<double>(rank),
+                                         [](const ConfigLayer& l) { return l.alpha; });
   nlohmann::json ranks = nlohmann::json::object();
   nlohmann::json alphas = nlohmann::json::object();
   std::vector<std::string> targets;
@@ -158,7 +164,8 @@ Status parse_diffusers_config(const std::string& what, const std::string& text,
     const size_t dot = key.find('.');
     if (dot == std::string::npos) continue;
     const std::string component = key.substr(0, dot);
-    auto found = std::find_if(configs->begin(), configs->end(), [&](const auto& c) { return c.first == component; });
+    auto found = std::find_if(configs->begin(), configs->end(),
+                              [&](const auto& c) { return c.first == component; });
     if (found == configs->end()) found = configs->insert(configs->end(), {component, PeftConfig()});
     LORAACCEL_RETURN_IF_ERROR(one_key(what, key.substr(dot + 1), value, &found->second));
   }
@@ -182,7 +189,8 @@ Status config_scale(const PeftConfig& config, const std::string& path, ScaleSour
 
 std::string peft_config_text(const ConfigToWrite& config) { return text_of(config_json(config)); }
 
-std::string diffusers_config_text(const std::vector<std::pair<std::string, ConfigToWrite>>& components) {
+std::string diffusers_config_text(
+    const std::vector<std::pair<std::string, ConfigToWrite>>& components) {
   nlohmann::json all = nlohmann::json::object();
   for (const auto& [component, config] : components) {
     const nlohmann::json json = config_json(config);

@@ -42,7 +42,8 @@ struct ConfigToWrite {
   bool bias = false;
   bool decompose_both = false;
   std::string base_model;
-  std::string original;  // configuration the adapter came with, for the keys that are not derived; or ""
+  std::string
+      original;  // configuration the adapter came with, for the keys that are not derived; or ""
 };
 // adapter_config.json: keys sorted, indented by 2.
 std::string peft_config_text(const ConfigToWrite& config);

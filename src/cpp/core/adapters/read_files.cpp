@@ -13,9 +13,10 @@ namespace {
 constexpr size_t kMaxConfigBytes = size_t{64} << 20;
 constexpr const char* kConfigName = "adapter_config.json";
 // What the weights of a folder may be called; the first that is there is read.
-constexpr const char* kWeightNames[] = {"adapter_model.safetensors", "pytorch_lora_weights.safetensors"};
-constexpr const char* kComponents[] = {"unet",           "transformer",    "text_encoder",
-                                       "text_encoder_2", "text_encoder_3"};
+constexpr const char* kWeightNames[] = {"adapter_model.safetensors",
+                                        "pytorch_lora_weights.safetensors"};
+constexpr const char* kComponents[] = {"unet", "transformer", "text_encoder", "text_encoder_2",
+                                       "text_encoder_3"};
 
 Status read_source(const std::string& path, AdapterSource* source) {
   auto reader = std::make_shared<SafetensorsReader>();
@@ -35,7 +36,8 @@ Status read_source(const std::string& path, AdapterSource* source) {
   for (const MetadataItem& item : reader->metadata())
     source->metadata.emplace_back(std::string(item.key), std::string(item.value));
   const std::string config = join_path(parent_of(path), kConfigName);
-  if (file_exists(config)) LORAACCEL_RETURN_IF_ERROR(read_text_file(config, kMaxConfigBytes, &source->config));
+  if (file_exists(config))
+    LORAACCEL_RETURN_IF_ERROR(read_text_file(config, kMaxConfigBytes, &source->config));
   return Status();
 }
 
@@ -48,7 +50,8 @@ std::string weights_of(const std::string& folder) {
 }
 
 bool is_component(const std::string& name) {
-  return std::any_of(std::begin(kComponents), std::end(kComponents), [&](const char* c) { return name == c; });
+  return std::any_of(std::begin(kComponents), std::end(kComponents),
+                     [&](const char* c) { return name == c; });
 }
 
 // The only .safetensors file of a folder; "" where there is none or are several.
@@ -84,9 +87,11 @@ Status sources_of(const std::string& path, std::vector<AdapterSource>* sources) 
     weights = only_file(path);
   }
   if (weights.empty())
-    return Status(StatusCode::kMalformedFile,
-                  path + " is a folder without an adapter, expected " + kWeightNames[0] + ", " + kWeightNames[1] +
-                      ", one .safetensors file, or folders of these names: unet, transformer, text_encoder");
+    return Status(
+        StatusCode::kMalformedFile,
+        path + " is a folder without an adapter, expected " + kWeightNames[0] + ", " +
+            kWeightNames[1] +
+            ", one .safetensors file, or folders of these names: unet, transformer, text_encoder");
   sources->emplace_back();
   LORAACCEL_RETURN_IF_ERROR(read_source(weights, &sources->back()));
   if (is_component(file_name_of(path))) sources->back().component = file_name_of(path);

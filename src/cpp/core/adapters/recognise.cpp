@@ -12,8 +12,8 @@ struct Guess {
   const NameTable* table = nullptr;
   const AdapterFormat* format = nullptr;
   int component = -1;
-  int64_t known = 0;   // keys that then have a place
-  int64_t usual = 0;   // of them, with an ending of the format's own
+  int64_t known = 0;    // keys that then have a place
+  int64_t usual = 0;    // of them, with an ending of the format's own
   int64_t fitting = 0;  // of them, with the size that the table says
 };
 
@@ -133,23 +133,28 @@ constexpr std::array<Prefix, 8> kPrefixes = {{{"base_model.model.", "peft", ""},
                                               {"text_encoder.", "diffusers", "text_encoder"},
                                               {"diffusion_model.", "comfy", "transformer"},
                                               {"", "bfl", "model"}}};
-constexpr std::array kFlatPrefixes = {"lora_unet_", "lora_transformer_", "lora_te1_", "lora_te2_", "lora_te3_",
-                                      "lora_te_",   "lycoris_",          "lora_prior_", ""};
+constexpr std::array kFlatPrefixes = {"lora_unet_", "lora_transformer_", "lora_te1_",
+                                      "lora_te2_",  "lora_te3_",         "lora_te_",
+                                      "lycoris_",   "lora_prior_",       ""};
 
-bool dotted_style(const std::string& style) { return style == "peft" || style == "comfy" || style == "old"; }
+bool dotted_style(const std::string& style) {
+  return style == "peft" || style == "comfy" || style == "old";
+}
 
 // "x.lora_A.a.b" is no layer's path: it is left of a key with more after ".lora_A" than an adapter's name.
 bool inside_adapter(std::string_view path) {
   for (const KeyEnding& ending : adapter_format_table().endings) {
     const size_t star = ending.text.find('*');
-    if (star != std::string::npos && path.find(std::string_view(ending.text).substr(0, star)) != std::string_view::npos)
+    if (star != std::string::npos &&
+        path.find(std::string_view(ending.text).substr(0, star)) != std::string_view::npos)
       return true;
   }
   return false;
 }
 
 // Keys that spell their layer's path in full need no table.
-void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options, KeyPlaces* places) {
+void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options,
+                  KeyPlaces* places) {
   const std::string& component = options.component.empty() ? source.component : options.component;
   for (size_t i = 0; i < source.tensors.size(); ++i) {
     KeyPlace& place = places->places[i];
@@ -158,7 +163,8 @@ void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options
       std::string_view stem;
       if (!dotted_style(ending.style) || !stem_of(source.tensors[i].key, ending, &stem)) continue;
       for (const Prefix& prefix : kPrefixes) {
-        if (!stem.starts_with(prefix.text) || stem.size() == std::string_view(prefix.text).size()) continue;
+        if (!stem.starts_with(prefix.text) || stem.size() == std::string_view(prefix.text).size())
+          continue;
         // Whole weights belong to PEFT's files only: elsewhere anything ends so.
         const bool whole = ending.role == AdapterRole::kWeight || ending.role == AdapterRole::kBias;
         if (whole && (std::string_view(prefix.format) != "peft" || inside_adapter(stem))) break;
@@ -176,14 +182,15 @@ void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options
 }
 
 // Flat keys of a model whose layers the caller lists.
-Status place_listed(const AdapterSource& source, const ReadAdapterOptions& options, KeyPlaces* places) {
+Status place_listed(const AdapterSource& source, const ReadAdapterOptions& options,
+                    KeyPlaces* places) {
   std::unordered_map<std::string, std::string> layers;
   for (const std::string& path : options.modules) {
     const auto [other, added] = layers.emplace(flat_name(path), path);
     if (!added && other->second != path)
-      return Status(StatusCode::kInvalidArgument, source.name + ": the layers " + other->second + " and " + path +
-                                                      " both are " + other->first +
-                                                      " in kohya's spelling, expected names that differ");
+      return Status(StatusCode::kInvalidArgument,
+                    source.name + ": the layers " + other->second + " and " + path + " both are " +
+                        other->first + " in kohya's spelling, expected names that differ");
   }
   const std::string component = options.component.empty() ? "model" : options.component;
   for (size_t i = 0; i < source.tensors.size(); ++i) {
@@ -210,14 +217,16 @@ Status place_listed(const AdapterSource& source, const ReadAdapterOptions& optio
 
 }  // namespace
 
-Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& options, KeyPlaces* places) {
+Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& options,
+                      KeyPlaces* places) {
   *places = KeyPlaces();
   places->places.resize(source.tensors.size());
   if (!options.base.empty() && find_name_table(options.base) == nullptr) {
     std::string names;
     for (const NameTable& table : name_tables()) names += (names.empty() ? "" : ", ") + table.base;
-    return Status(StatusCode::kInvalidArgument,
-                  source.name + ": there is no table for the base model " + options.base + ", expected one of " + names);
+    return Status(StatusCode::kInvalidArgument, source.name +
+                                                    ": there is no table for the base model " +
+                                                    options.base + ", expected one of " + names);
   }
   if (!options.modules.empty()) {
     LORAACCEL_RETURN_IF_ERROR(place_listed(source, options, places));
@@ -230,21 +239,24 @@ Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& opt
     if (guess.known > 0 && (best == nullptr || weight_of(guess) > weight_of(*best))) best = &guess;
   }
   const auto total = static_cast<int64_t>(source.tensors.size());
-  if (best == nullptr || (options.base.empty() && best->known < least_known(*best->format, total))) {
+  if (best == nullptr ||
+      (options.base.empty() && best->known < least_known(*best->format, total))) {
     place_dotted(source, options, places);
     return Status();
   }
   places->table = best->table;
   places->format = best->format->name;
   for (const Guess& guess : all) {
-    if (guess.table != best->table && guess.format == best->format && weight_of(guess) == weight_of(*best) &&
+    if (guess.table != best->table && guess.format == best->format &&
+        weight_of(guess) == weight_of(*best) &&
         (places->also_fits.empty() || places->also_fits.back() != guess.table->base)) {
       places->also_fits.push_back(guess.table->base);
     }
   }
   for (size_t i = 0; i < source.tensors.size(); ++i) {
     bool usual = false;
-    if (!place_key(*best, source.tensors[i], &places->places[i], &usual)) places->places[i] = KeyPlace();
+    if (!place_key(*best, source.tensors[i], &places->places[i], &usual))
+      places->places[i] = KeyPlace();
   }
   return Status();
 }

@@ -12,12 +12,12 @@ namespace loraaccel {
 // Where a key belongs.
 struct KeyPlace {
   AdapterRole role = AdapterRole::kDown;
-  int component = -1;   // of the table
-  int column = -1;      // of the table
-  int layer = -1;       // of the column
-  bool peft = false;    // the key ends as PEFT's do
-  std::string path;     // the key without prefix and ending
-  std::string name;     // of the component where there is no table
+  int component = -1;  // of the table
+  int column = -1;     // of the table
+  int layer = -1;      // of the column
+  bool peft = false;   // the key ends as PEFT's do
+  std::string path;    // the key without prefix and ending
+  std::string name;    // of the component where there is no table
 };
 
 struct KeyPlaces {

@@ -21,10 +21,12 @@ bool dora_on_output(const AdapterEntry& entry);
 
 // Where all of `parts` together are the rows of a block-diagonal B: the ranks of each part's block, [begin, end).
 // Empty where B is not block-diagonal.
-std::vector<RowRun> rank_blocks(const AdapterEntry& entry, const std::vector<std::vector<RowRun>>& parts);
+std::vector<RowRun> rank_blocks(const AdapterEntry& entry,
+                                const std::vector<std::vector<RowRun>>& parts);
 
 // The adapter of these rows. `ranks`: only these rows of A, and columns of B (a block of rank_blocks()); or rows = 0.
-Status take_rows(const AdapterEntry& entry, const std::vector<RowRun>& runs, RowRun ranks, AdapterEntry* part);
+Status take_rows(const AdapterEntry& entry, const std::vector<RowRun>& runs, RowRun ranks,
+                 AdapterEntry* part);
 
 // Rows [row, row + rows) of the joined adapter are rows [entry_row, ...) of an entry.
 struct RowShare {
@@ -34,7 +36,8 @@ struct RowShare {
   int64_t rows = 0;
 };
 // `rows`: of the whole; those that no share has get no update. *inexact counts elements that different factors rounded.
-Status join_rows(const std::vector<RowShare>& shares, int64_t rows, AdapterEntry* joined, int64_t* inexact);
+Status join_rows(const std::vector<RowShare>& shares, int64_t rows, AdapterEntry* joined,
+                 int64_t* inexact);
 
 // Multiplies the factor into the tensors, so that it is 1; powers of two as evenly as possible on both sides.
 Status fold_scale(AdapterEntry* entry, int64_t* inexact);

@@ -26,7 +26,8 @@ Status resolve_scale(const ScaleSource& source, AdapterScale* scale) {
     return Status();
   }
   const bool stabilised = source.rank_stabilised && !in_file;
-  scale->value = *alpha / (stabilised ? std::sqrt(static_cast<double>(rank)) : static_cast<double>(rank));
+  scale->value =
+      *alpha / (stabilised ? std::sqrt(static_cast<double>(rank)) : static_cast<double>(rank));
   scale->text = number_text(scale->value) + " = " + number_text(*alpha) + " / " +
                 (stabilised ? "sqrt(" + std::to_string(rank) + ")" : std::to_string(rank));
   if (in_file) {

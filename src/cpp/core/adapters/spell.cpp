@@ -39,8 +39,8 @@ int64_t config_rank(const AdapterEntry& entry) {
 
 // The magnitude and the factors in the shapes that PEFT's modules have.
 void peft_shapes(SpelledEntry* s) {
-  const bool conv = s->known_kind && (s->kind == LayerKind::kConv1 || s->kind == LayerKind::kConv2 ||
-                                      s->kind == LayerKind::kConv3);
+  const bool conv = s->known_kind && (s->kind == LayerKind::kConv1 ||
+                                      s->kind == LayerKind::kConv2 || s->kind == LayerKind::kConv3);
   const AdapterTensor* down = s->entry.find(Role::kDown);
   const bool wide = s->known_kind ? conv : down != nullptr && down->shape.size() == 4;
   for (AdapterTensor& t : s->entry.tensors) {
@@ -80,7 +80,8 @@ int rescue_exponent(const AdapterTensor& t) {
     most = std::max(most, std::abs(value));
   }
   int exponent = 0;
-  while (std::ldexp(least, exponent) < kSmallest && std::ldexp(most, exponent + 1) <= kLargest) ++exponent;
+  while (std::ldexp(least, exponent) < kSmallest && std::ldexp(most, exponent + 1) <= kLargest)
+    ++exponent;
   return exponent;
 }
 
@@ -108,7 +109,8 @@ class FileMaker {
     if (!placeless_.empty()) return no_place();
     for (SpelledFile& file : *files) LORAACCEL_RETURN_IF_ERROR(finish(&file, notes));
     if (inexact_ > 0)
-      notes->push_back(std::to_string(inexact_) + " numbers were rounded where factors were multiplied in");
+      notes->push_back(std::to_string(inexact_) +
+                       " numbers were rounded where factors were multiplied in");
     return Status();
   }
 
@@ -116,8 +118,9 @@ class FileMaker {
   Status add(SpelledEntry* s, SpelledFile* file) {
     const bool peft = format_.style == "peft";
     if (peft && s->entry.find(Role::kDoraScale) != nullptr && !dora_on_output(s->entry))
-      return Status(StatusCode::kInvalidArgument, s->entry.path + ": its DoRA is over inputs, and " + format_.name +
-                                                      " files know only the one over outputs");
+      return Status(StatusCode::kInvalidArgument,
+                    s->entry.path + ": its DoRA is over inputs, and " + format_.name +
+                        " files know only the one over outputs");
     LORAACCEL_RETURN_IF_ERROR(place_scale(s));
     if (peft) {
       peft_shapes(s);
@@ -141,7 +144,8 @@ class FileMaker {
   Status place_scale(SpelledEntry* s) {
     AdapterEntry& entry = s->entry;
     if (!has_factor(entry.kind)) return Status();
-    if (options_.rescue && options_.dtype == FileDType::kF16) LORAACCEL_RETURN_IF_ERROR(rescue(&entry));
+    if (options_.rescue && options_.dtype == FileDType::kF16)
+      LORAACCEL_RETURN_IF_ERROR(rescue(&entry));
     const bool whole = entry.rank == 0 && entry.scale.value != 1;
     if (options_.fold_alpha || format_.alpha == AlphaPlace::kNone ||
         (whole && format_.alpha == AlphaPlace::kTensor)) {
@@ -192,9 +196,10 @@ class FileMaker {
     if (entry.kind == AdapterKind::kFull || entry.kind == AdapterKind::kNorm) return Status();
     const char* type = peft_type(entry.kind);
     if (!config.type.empty() && config.type != type)
-      return Status(StatusCode::kInvalidArgument, s.path + ": the " + std::string(adapter_kind_name(entry.kind)) +
-                                                      " adapter cannot share a configuration with one of type " +
-                                                      config.type + ", which has one type for all layers");
+      return Status(StatusCode::kInvalidArgument,
+                    s.path + ": the " + std::string(adapter_kind_name(entry.kind)) +
+                        " adapter cannot share a configuration with one of type " + config.type +
+                        ", which has one type for all layers");
     config.type = type;
     config.original = adapter_.format == "peft" ? adapter_.config : "";
     const int64_t rank = config_rank(entry);
@@ -208,9 +213,11 @@ class FileMaker {
   Status no_place() const {
     std::string text;
     for (const auto& [role, layers] : placeless_) {
-      text += (text.empty() ? "" : "; ") + role + " (" + std::to_string(layers.size()) + ", as of " + layers[0] + ")";
+      text += (text.empty() ? "" : "; ") + role + " (" + std::to_string(layers.size()) +
+              ", as of " + layers[0] + ")";
     }
-    return Status(StatusCode::kInvalidArgument, "the format " + format_.name + " has no place for " + text);
+    return Status(StatusCode::kInvalidArgument,
+                  "the format " + format_.name + " has no place for " + text);
   }
 
   Status finish(SpelledFile* file, std::vector<std::string>* notes) {
@@ -225,17 +232,19 @@ class FileMaker {
     }
     if (peft) file->metadata.emplace_back("format", "pt");
     if (format_.name == "peft") {
-      const std::string component = file->folder.empty() && !configs_.empty() ? configs_.begin()->first : file->folder;
+      const std::string component =
+          file->folder.empty() && !configs_.empty() ? configs_.begin()->first : file->folder;
       ConfigToWrite& config = configs_[component];
       if (config.type.empty()) config.type = "LORA";
       file->config = peft_config_text(config);
     } else if (format_.alpha == AlphaPlace::kConfig) {
-      const std::vector<std::pair<std::string, ConfigToWrite>> all(configs_.begin(), configs_.end());
+      const std::vector<std::pair<std::string, ConfigToWrite>> all(configs_.begin(),
+                                                                   configs_.end());
       file->metadata.emplace_back("lora_adapter_metadata", diffusers_config_text(all));
       for (const auto& [component, config] : all) {
-        const bool plain = std::all_of(config.layers.begin(), config.layers.end(), [](const ConfigLayer& l) {
-          return l.alpha == static_cast<double>(l.rank);
-        });
+        const bool plain = std::all_of(
+            config.layers.begin(), config.layers.end(),
+            [](const ConfigLayer& l) { return l.alpha == static_cast<double>(l.rank); });
         if (plain) continue;
         notes->push_back(
             "factors other than 1 are in the file's metadata, which diffusers reads from 0.35 on; "
@@ -261,16 +270,18 @@ class FileMaker {
 
 }  // namespace
 
-Status spell_adapter(const Adapter& adapter, const ConvertOptions& options, std::vector<SpelledFile>* files,
-                     std::vector<std::string>* notes) {
+Status spell_adapter(const Adapter& adapter, const ConvertOptions& options,
+                     std::vector<SpelledFile>* files, std::vector<std::string>* notes) {
   files->clear();
   const AdapterFormat* format = adapter_format_table().find(options.format);
   if (format == nullptr || format->style == "old") {
     std::string names;
     for (const std::string& name : adapter_formats()) names += (names.empty() ? "" : ", ") + name;
-    return Status(StatusCode::kInvalidArgument, "there is no format " + options.format + ", expected one of " + names);
+    return Status(StatusCode::kInvalidArgument,
+                  "there is no format " + options.format + ", expected one of " + names);
   }
-  if (adapter.entries.empty()) return Status(StatusCode::kInvalidArgument, "the adapter has no entries to write");
+  if (adapter.entries.empty())
+    return Status(StatusCode::kInvalidArgument, "the adapter has no entries to write");
   return FileMaker(adapter, options, *format).run(files, notes);
 }
 

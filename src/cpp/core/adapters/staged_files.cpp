@@ -21,8 +21,8 @@ StagedFiles::~StagedFiles() {
 Status StagedFiles::place(const std::string& target, std::string* path) {
   std::vector<std::string> missing;
   std::error_code error;
-  for (fs::path folder = fs::path(target).parent_path(); !folder.empty() && !fs::exists(folder, error);
-       folder = folder.parent_path()) {
+  for (fs::path folder = fs::path(target).parent_path();
+       !folder.empty() && !fs::exists(folder, error); folder = folder.parent_path()) {
     missing.push_back(folder.string());
   }
   for (size_t i = missing.size(); i > 0; --i) {

@@ -11,8 +11,9 @@ namespace {
 using Role = AdapterRole;
 
 Status cannot(const AdapterEntry& entry, const std::string& why) {
-  return Status(StatusCode::kInvalidArgument,
-                entry.path + ": its " + adapter_kind_name(entry.kind) + " adapter cannot be divided by rows: " + why);
+  return Status(StatusCode::kInvalidArgument, entry.path + ": its " +
+                                                  adapter_kind_name(entry.kind) +
+                                                  " adapter cannot be divided by rows: " + why);
 }
 
 // Columns [begin, begin + count) of a matrix [rows, cols, 1 ...].
@@ -32,11 +33,13 @@ Status columns_of_tensor(const AdapterTensor& tensor, RowRun columns, AdapterTen
 }
 
 // Columns in the order of the runs, of LoHa with cores, whose factor is [r, out].
-Status gather_columns(const AdapterTensor& tensor, const std::vector<RowRun>& runs, AdapterTensor* part) {
+Status gather_columns(const AdapterTensor& tensor, const std::vector<RowRun>& runs,
+                      AdapterTensor* part) {
   int64_t count = 0;
   for (const RowRun& run : runs) count += run.rows;
   char* to = nullptr;
-  LORAACCEL_RETURN_IF_ERROR(make_tensor(tensor.role, tensor.dtype, {tensor.shape[0], count}, part, &to));
+  LORAACCEL_RETURN_IF_ERROR(
+      make_tensor(tensor.role, tensor.dtype, {tensor.shape[0], count}, part, &to));
   part->key = tensor.key;
   const int64_t size = file_dtype_bits(tensor.dtype) / 8;
   const char* from = static_cast<const char*>(tensor.data);
@@ -93,9 +96,11 @@ bool dora_on_output(const AdapterEntry& entry) {
   return dora->numel() == out && (dora->shape.size() < 2 || dora->shape[0] == out);
 }
 
-std::vector<RowRun> rank_blocks(const AdapterEntry& entry, const std::vector<std::vector<RowRun>>& parts) {
+std::vector<RowRun> rank_blocks(const AdapterEntry& entry,
+                                const std::vector<std::vector<RowRun>>& parts) {
   const AdapterTensor* up = entry.find(Role::kUp);
-  if (entry.kind != AdapterKind::kLora || parts.size() < 2 || entry.find(Role::kMid) != nullptr) return {};
+  if (entry.kind != AdapterKind::kLora || parts.size() < 2 || entry.find(Role::kMid) != nullptr)
+    return {};
   const int64_t rank = entry.rank;
   // The columns that a part uses, as a range; a zero B uses none, and is then no proof of anything.
   std::vector<RowRun> used;
@@ -136,7 +141,8 @@ std::vector<RowRun> rank_blocks(const AdapterEntry& entry, const std::vector<std
   return blocks;
 }
 
-Status take_rows(const AdapterEntry& entry, const std::vector<RowRun>& runs, RowRun ranks, AdapterEntry* part) {
+Status take_rows(const AdapterEntry& entry, const std::vector<RowRun>& runs, RowRun ranks,
+                 AdapterEntry* part) {
   *part = entry;
   part->rows.clear();
   part->tensors.clear();
@@ -145,7 +151,8 @@ Status take_rows(const AdapterEntry& entry, const std::vector<RowRun>& runs, Row
   if (!dora_on_output(entry)) return cannot(entry, "its DoRA is over inputs, a number of all rows");
   std::vector<RowRun> kron_runs;
   if (entry.kind == AdapterKind::kLokr) {
-    const AdapterTensor* first = entry.find(Role::kKron1) != nullptr ? entry.find(Role::kKron1) : entry.find(Role::kKron1A);
+    const AdapterTensor* first =
+        entry.find(Role::kKron1) != nullptr ? entry.find(Role::kKron1) : entry.find(Role::kKron1A);
     if (!in_units(runs, entry.out() / first->shape[0], &kron_runs))
       return cannot(entry, "the parts do not begin at multiples of the second factor's " +
                                std::to_string(entry.out() / first->shape[0]) + " rows");

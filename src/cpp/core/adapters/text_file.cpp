@@ -42,14 +42,15 @@ Status read_text_file(const std::string& path, size_t limit, std::string* text) 
   if (size < 0) {
     status = file_error(path, "reading", errno);
   } else if (static_cast<uint64_t>(size) > limit) {
-    status = Status(StatusCode::kMalformedFile, path + " has " + std::to_string(size) +
-                                                    " bytes, expected at most " + std::to_string(limit));
+    status =
+        Status(StatusCode::kMalformedFile, path + " has " + std::to_string(size) +
+                                               " bytes, expected at most " + std::to_string(limit));
   } else {
     text->resize(static_cast<size_t>(size));
     size_t done = 0;
     while (status.ok() && done < text->size()) {
-      const ssize_t got =
-          ops.pread(ops.state, fd, text->data() + done, text->size() - done, static_cast<int64_t>(done));
+      const ssize_t got = ops.pread(ops.state, fd, text->data() + done, text->size() - done,
+                                    static_cast<int64_t>(done));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) status = file_error(path, "reading", errno);
       if (got == 0) text->resize(done);  // cut off while it was read

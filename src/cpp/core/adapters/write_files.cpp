@@ -15,8 +15,8 @@ constexpr const char* kWeightsName = "adapter_model.safetensors";
 
 bool ends_with_safetensors(const std::string& path) { return path.ends_with(".safetensors"); }
 
-Status save(const SpelledFile& file, const std::string& path, const ConvertOptions& options, WriteReport* report,
-            std::string* hash) {
+Status save(const SpelledFile& file, const std::string& path, const ConvertOptions& options,
+            WriteReport* report, std::string* hash) {
   std::vector<TensorToSave> tensors;
   for (const AdapterTensor& t : file.tensors) {
     TensorToSave out;
@@ -27,7 +27,9 @@ Status save(const SpelledFile& file, const std::string& path, const ConvertOptio
     tensors.push_back(std::move(out));
   }
   SaveMetadata metadata(file.metadata.begin(), file.metadata.end());
-  std::erase_if(metadata, [](const auto& m) { return m.first == "sshs_model_hash" || m.first == "sshs_legacy_hash"; });
+  std::erase_if(metadata, [](const auto& m) {
+    return m.first == "sshs_model_hash" || m.first == "sshs_legacy_hash";
+  });
   SaveOptions save_options;
   save_options.float_dtype = options.dtype;
   save_options.hashes = true;
@@ -36,8 +38,9 @@ Status save(const SpelledFile& file, const std::string& path, const ConvertOptio
   SaveReport saved;
   LORAACCEL_RETURN_IF_ERROR(save_safetensors(path, tensors, &metadata, save_options, &saved));
   for (const CastLoss& loss : saved.losses) {
-    report->notes.push_back(loss.name + ": " + std::to_string(loss.flushed_to_zero) + " numbers became zero, " +
-                            std::to_string(loss.became_infinite) + " infinite");
+    report->notes.push_back(loss.name + ": " + std::to_string(loss.flushed_to_zero) +
+                            " numbers became zero, " + std::to_string(loss.became_infinite) +
+                            " infinite");
   }
   *hash = saved.model_hash;
   report->paths.push_back(path);
@@ -47,7 +50,8 @@ Status save(const SpelledFile& file, const std::string& path, const ConvertOptio
 // A folder that appears complete: made beside its place, and moved there.
 class NewFolder {
  public:
-  explicit NewFolder(const std::string& target) : target_(target), made_(target + ".loraaccel-new") {}
+  explicit NewFolder(const std::string& target)
+      : target_(target), made_(target + ".loraaccel-new") {}
   NewFolder(const NewFolder&) = delete;
   NewFolder& operator=(const NewFolder&) = delete;
   ~NewFolder() {
@@ -79,13 +83,15 @@ class NewFolder {
         if (error) return failed(error);
       }
     }
-    for (std::string& path : *paths) path = (fs::path(target_) / fs::path(path.substr(made_.size() + 1))).string();
+    for (std::string& path : *paths)
+      path = (fs::path(target_) / fs::path(path.substr(made_.size() + 1))).string();
     return Status();
   }
 
  private:
   Status failed(const std::error_code& error) const {
-    return Status(StatusCode::kFileError, target_ + ": moving the new files there failed: " + error.message(),
+    return Status(StatusCode::kFileError,
+                  target_ + ": moving the new files there failed: " + error.message(),
                   error.value());
   }
 
@@ -94,14 +100,15 @@ class NewFolder {
   bool done_ = false;
 };
 
-Status save_folder(const std::vector<SpelledFile>& files, const std::string& path, const ConvertOptions& options,
-                   WriteReport* report) {
+Status save_folder(const std::vector<SpelledFile>& files, const std::string& path,
+                   const ConvertOptions& options, WriteReport* report) {
   std::string target = path;
   while (target.size() > 1 && target.back() == '/') target.pop_back();
   NewFolder folder(target);
   LORAACCEL_RETURN_IF_ERROR(folder.make());
   for (const SpelledFile& file : files) {
-    const std::string inner = file.folder.empty() ? folder.path() : join_path(folder.path(), file.folder);
+    const std::string inner =
+        file.folder.empty() ? folder.path() : join_path(folder.path(), file.folder);
     LORAACCEL_RETURN_IF_ERROR(make_folder(inner));
     std::string hash;
     LORAACCEL_RETURN_IF_ERROR(save(file, join_path(inner, kWeightsName), options, report, &hash));
@@ -123,8 +130,10 @@ Status write_adapter(const Adapter& adapter, const std::string& path, const Conv
   LORAACCEL_RETURN_IF_ERROR(spell_adapter(adapter, options, &files, &report->notes));
   if (options.format == "peft") {
     if (ends_with_safetensors(path))
-      return Status(StatusCode::kInvalidArgument,
-                    path + " is the name of a file, expected a folder: PEFT keeps alpha in adapter_config.json");
+      return Status(
+          StatusCode::kInvalidArgument,
+          path +
+              " is the name of a file, expected a folder: PEFT keeps alpha in adapter_config.json");
     return save_folder(files, path, options, report);
   }
   if (folder_exists(path))
@@ -132,8 +141,9 @@ Status write_adapter(const Adapter& adapter, const std::string& path, const Conv
   return save(files[0], path, options, report, &report->model_hash);
 }
 
-Status convert_adapter(const std::string& source, const std::string& target, const ReadAdapterOptions& read,
-                       const ConvertOptions& options, Adapter* adapter, WriteReport* report) {
+Status convert_adapter(const std::string& source, const std::string& target,
+                       const ReadAdapterOptions& read, const ConvertOptions& options,
+                       Adapter* adapter, WriteReport* report) {
   Adapter local;
   if (adapter == nullptr) adapter = &local;
   LORAACCEL_RETURN_IF_ERROR(read_adapter(source, read, adapter));

@@ -21,14 +21,14 @@ namespace loraaccel {
 
 // What a tensor of an adapter is, whatever its key looks like. Shapes in kohya's spelling.
 enum class AdapterRole : int8_t {
-  kDown,       // A: [r, in], [r, in, k, k]; with a core [r, in, 1, 1]
-  kUp,         // B: [out, r] or [out, r, 1, 1]
-  kMid,        // Tucker core [r, r, k, k]
-  kAlpha,      // one number
+  kDown,   // A: [r, in], [r, in, k, k]; with a core [r, in, 1, 1]
+  kUp,     // B: [out, r] or [out, r, 1, 1]
+  kMid,    // Tucker core [r, r, k, k]
+  kAlpha,  // one number
   kDoraScale,  // [out, 1], [out, 1, 1, 1] or [out]: the norm is over each output's row; [1, in]: over each input
-  kUpBias,     // [out]: a bias of the adapter's own
-  kDiff,       // a whole difference, the weight's shape
-  kDiffBias,   // the same of the bias
+  kUpBias,      // [out]: a bias of the adapter's own
+  kDiff,        // a whole difference, the weight's shape
+  kDiffBias,    // the same of the bias
   kNormWeight,  // of a norm's weight and bias [out]
   kNormBias,
   kHada1A,  // LoHa: delta = s (1A 1B) * (2A 2B), element by element
@@ -68,11 +68,11 @@ enum class AdapterKind : int8_t {
   kLora,  // with a Tucker core too, and with DoRA
   kLoha,
   kLokr,
-  kFull,       // diff
-  kNorm,       // w_norm, b_norm
-  kIa3,        // read and renamed only
-  kOft,        // read and renamed only
-  kGlora,      // read and renamed only
+  kFull,   // diff
+  kNorm,   // w_norm, b_norm
+  kIa3,    // read and renamed only
+  kOft,    // read and renamed only
+  kGlora,  // read and renamed only
   kEmbedding,
   kReplace,  // PEFT's modules_to_save
 };
@@ -83,7 +83,7 @@ struct AdapterTensor {
   std::string key;  // in the file it was read from; "" where it was made
   FileDType dtype = FileDType::kF32;
   std::vector<int64_t> shape;
-  const void* data = nullptr;  // dense, row-major, of any alignment
+  const void* data = nullptr;         // dense, row-major, of any alignment
   std::shared_ptr<const void> owner;  // keeps data where it is
 
   int64_t numel() const noexcept;
@@ -106,7 +106,7 @@ struct ScaleSource {
   std::optional<double> config_alpha = std::nullopt;
   std::string pattern = {};  // of alpha_pattern, where config_alpha comes from there
   bool rank_stabilised = false;
-  int64_t rank = 0;  // 0: the kind has none, or both factors are whole
+  int64_t rank = 0;         // 0: the kind has none, or both factors are whole
   int64_t config_rank = 0;  // r of the configuration, for adapters without a rank of their own
 };
 
@@ -129,8 +129,9 @@ struct RowPiece {
 
 // All that an adapter has for one layer, or for some rows of it.
 struct AdapterEntry {
-  std::string component;  // "unet", "transformer", "text_encoder" ...; "model" where there is no table
-  std::string path;       // of the layer, as the original checkpoint of the base model spells it
+  std::string
+      component;     // "unet", "transformer", "text_encoder" ...; "model" where there is no table
+  std::string path;  // of the layer, as the original checkpoint of the base model spells it
   // Empty: all rows of the layer in their order. Else what the entry covers, as where a file names q, k and v and the
   // original has one matrix for them.
   std::vector<RowPiece> rows;
@@ -153,10 +154,10 @@ struct AdapterReport {
 };
 
 struct Adapter {
-  std::string base;          // "sd15", "sdxl" ...; "" where no table fits
+  std::string base;                    // "sd15", "sdxl" ...; "" where no table fits
   std::vector<std::string> also_fits;  // bases that fit as well
-  std::string format;        // "kohya", "peft" ...
-  std::vector<AdapterEntry> entries;  // in the order of the file
+  std::string format;                  // "kohya", "peft" ...
+  std::vector<AdapterEntry> entries;   // in the order of the file
   AdapterMetadata metadata;
   // The text of adapter_config.json or of the metadata's lora_adapter_metadata; "" where there is none.
   std::string config;
@@ -164,8 +165,8 @@ struct Adapter {
 };
 
 struct ReadAdapterOptions {
-  std::string base;       // of the adapter; "": found out
-  std::string component;  // of PEFT files that could be several; "": found out
+  std::string base;              // of the adapter; "": found out
+  std::string component;         // of PEFT files that could be several; "": found out
   bool allow_unmatched = false;  // go on without the keys of report.unused
   // Layers of a model that no table describes, by their dotted paths: keys in kohya's flat spelling are looked up among
   // them. Two paths with one flat spelling are an error.
@@ -182,7 +183,7 @@ Status read_adapter(const std::string& path, const ReadAdapterOptions& options, 
 struct AdapterSource {
   std::string name;
   std::string config;
-  std::string component;  // the folder's name, where it is a component's
+  std::string component;               // the folder's name, where it is a component's
   std::vector<AdapterTensor> tensors;  // role is ignored
   AdapterMetadata metadata;
 };

@@ -23,20 +23,21 @@ struct ConvertOptions {
 
 // One file to be written.
 struct SpelledFile {
-  std::string folder;  // "" or a component's name
+  std::string folder;                  // "" or a component's name
   std::vector<AdapterTensor> tensors;  // by key
   AdapterMetadata metadata;
   std::string config;  // adapter_config.json, of PEFT's format
 };
 
 // kInvalidArgument names layers that the format has no name for, and tensors that it has no place for.
-Status spell_adapter(const Adapter& adapter, const ConvertOptions& options, std::vector<SpelledFile>* files,
-                     std::vector<std::string>* notes);
+Status spell_adapter(const Adapter& adapter, const ConvertOptions& options,
+                     std::vector<SpelledFile>* files, std::vector<std::string>* notes);
 
 struct WriteReport {
   std::vector<std::string> paths;  // files written
   std::vector<std::string> notes;
-  std::string model_hash;  // of the only file, as kohya's tools compute it; "" where there are several
+  std::string
+      model_hash;  // of the only file, as kohya's tools compute it; "" where there are several
 };
 
 // Writes the adapter to `path`: a file, or for PEFT's format a folder (with one for each component where there are
@@ -45,17 +46,20 @@ Status write_adapter(const Adapter& adapter, const std::string& path, const Conv
                      WriteReport* report);
 
 // read_adapter() and write_adapter().
-Status convert_adapter(const std::string& source, const std::string& target, const ReadAdapterOptions& read,
-                       const ConvertOptions& options, Adapter* adapter, WriteReport* report);
+Status convert_adapter(const std::string& source, const std::string& target,
+                       const ReadAdapterOptions& read, const ConvertOptions& options,
+                       Adapter* adapter, WriteReport* report);
 
 // delta, rows of all [out] by columns [in k k], in float64: what the adapter adds to the weight, without DoRA. For tests
 // and small tools. kInvalidArgument for kinds without one.
-Status adapter_delta(const AdapterEntry& entry, std::vector<double>* delta, int64_t* rows, int64_t* columns);
+Status adapter_delta(const AdapterEntry& entry, std::vector<double>* delta, int64_t* rows,
+                     int64_t* columns);
 
 // Frobenius norm of that; none for kinds without one.
 Status adapter_norm(const AdapterEntry& entry, std::optional<double>* norm);
 
 // kohya's hashes of a file as it is, as 64 and 8 hex digits: SaveReport in safetensors.h says of what.
-Status adapter_file_hashes(const std::string& path, std::string* model_hash, std::string* legacy_hash);
+Status adapter_file_hashes(const std::string& path, std::string* model_hash,
+                           std::string* legacy_hash);
 
 }  // namespace loraaccel

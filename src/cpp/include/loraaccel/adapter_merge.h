@@ -32,10 +32,10 @@ struct MergeOptions {
 };
 
 struct MergeReport {
-  std::vector<std::string> paths;    // files written
-  int64_t changed = 0;               // tensors of the base model
-  int64_t tensors = 0;               // all of them
-  std::vector<std::string> unused;   // layers of adapters that the base model has not
+  std::vector<std::string> paths;   // files written
+  int64_t changed = 0;              // tensors of the base model
+  int64_t tensors = 0;              // all of them
+  std::vector<std::string> unused;  // layers of adapters that the base model has not
   std::vector<std::string> notes;
 };
 
@@ -44,12 +44,12 @@ struct MergeReport {
 // diffusers' folders; models without a table by their layers' paths.
 // Fails with kInvalidArgument (adapters of different bases, quantised weights, layers without a weight, no numbers),
 // kShapeMismatch, kMalformedFile, kFileError; the target is then what it was.
-Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> adapters, const std::string& target,
-                      const MergeOptions& options, MergeReport* report);
+Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> adapters,
+                      const std::string& target, const MergeOptions& options, MergeReport* report);
 
 // The base model again, byte for byte, from the merged one and the file that `MergeOptions::keep` named. Never by
 // subtraction, which rounds. kInvalidArgument where the kept file belongs to another merge.
-Status unmerge_adapters(const std::string& merged, const std::string& kept, const std::string& target,
-                        MergeReport* report);
+Status unmerge_adapters(const std::string& merged, const std::string& kept,
+                        const std::string& target, MergeReport* report);
 
 }  // namespace loraaccel

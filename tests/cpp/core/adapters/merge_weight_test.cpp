@@ -13,7 +13,8 @@
 namespace loraaccel::test {
 namespace {
 
-AdapterTensor tensor(AdapterRole role, std::vector<int64_t> shape, const std::vector<float>& values) {
+AdapterTensor tensor(AdapterRole role, std::vector<int64_t> shape,
+                     const std::vector<float>& values) {
   AdapterTensor t;
   t.role = role;
   t.key = adapter_role_name(role);
@@ -64,7 +65,8 @@ TEST_F(MergeWeight, SeveralAdaptersAreOneSumAndOneRounding) {
   Float16 large;
   from_float(2048.0F, &large);
   std::vector<Float16> w(6, large);
-  MergedWeight weight{.name = "w", .dtype = FileDType::kF16, .rows = 3, .columns = 2, .data = w.data()};
+  MergedWeight weight{
+      .name = "w", .dtype = FileDType::kF16, .rows = 3, .columns = 2, .data = w.data()};
   const MergeWork work = {.shares = {{&e, 1, 0, 0, 3}, {&e, 1, 0, 0, 3}}};
   ASSERT_TRUE(merge_weight(host_.context(), work, &weight).ok());
   EXPECT_EQ(to_float(w[0]), 2050.0F);

@@ -51,13 +51,13 @@ TEST(NameTable, ExpandsVariablesAlternativesAndParts) {
 
 TEST(NameTable, MistakesNameTheFile) {
   for (const char* bad : {
-           "base t a\nlinear x y 4\n",                                // too few words
-           "base t a\ncomponent c\nlinear x.$z = 4 4\n",              // unknown variable
-           "base t a\ncomponent c\nlinear {a,b} {c,d,e} 4 4\n",       // alternatives of different counts
-           "base t a\ncomponent c\nlinear x = four 4\n",              // no number
-           "base t a\ncomponent c\ncubic x = 4 4\n",                  // unknown kind
+           "base t a\nlinear x y 4\n",                           // too few words
+           "base t a\ncomponent c\nlinear x.$z = 4 4\n",         // unknown variable
+           "base t a\ncomponent c\nlinear {a,b} {c,d,e} 4 4\n",  // alternatives of different counts
+           "base t a\ncomponent c\nlinear x = four 4\n",         // no number
+           "base t a\ncomponent c\ncubic x = 4 4\n",             // unknown kind
            "base t a\ncomponent c\nlinear x = 4 4\nlinear x = 4 4\n",  // twice
-           "base t a\ninclude t\n",                                   // itself
+           "base t a\ninclude t\n",                                    // itself
            "base t a\ninclude nothing\n",
            "base t a\ncomponent c\nuse nothing x y\n",
        }) {
@@ -71,8 +71,8 @@ TEST(NameTable, MistakesNameTheFile) {
 TEST(NameTable, EveryTableOfTheLibraryIsRead) {
   std::vector<std::string> bases;
   for (const NameTable& table : name_tables()) bases.push_back(table.base);
-  EXPECT_EQ(bases,
-            (std::vector<std::string>{"sd15", "sd2", "sdxl", "flux", "sd3", "sd35-medium", "sd35-large"}));
+  EXPECT_EQ(bases, (std::vector<std::string>{"sd15", "sd2", "sdxl", "flux", "sd3", "sd35-medium",
+                                             "sd35-large"}));
 }
 
 // Numbers of layers that kohya's networks train: D.1 of the sources' own counts.
@@ -80,7 +80,8 @@ TEST(NameTable, HasAsManyLayersAsTheModels) {
   const auto linear = [](const char* base, const char* component) {
     std::set<std::string> layers;
     for (const AdapterName& n : adapter_names(base)) {
-      if (n.component == component && n.kind == "linear" && n.native.find("embed") == std::string::npos &&
+      if (n.component == component && n.kind == "linear" &&
+          n.native.find("embed") == std::string::npos &&
           n.native.find("_layer") == std::string::npos)
         layers.insert(n.native);
     }

@@ -54,7 +54,8 @@ TEST(Pattern, MatchesWhatPythonMatches) {
 }
 
 TEST(Pattern, RefusesSyntaxThatItDoesNotKnow) {
-  for (const char* pattern : {"(", ")", "[a", "*a", "a{3,1}", "(?=a)", "(?P<n>a)", R"(\1)", R"(a\)"}) {
+  for (const char* pattern :
+       {"(", ")", "[a", "*a", "a{3,1}", "(?=a)", "(?P<n>a)", R"(\1)", R"(a\)"}) {
     bool matches = true;
     const Status status = pattern_matches(pattern, "a", &matches);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << pattern;

@@ -19,7 +19,8 @@ TEST(Scale, VN1IsAlphaOverRank) {
 TEST(Scale, VN2IsAlphaOverTheRootOfTheRankWhereRankStabilised) {
   for (const int64_t rank : {1, 2, 3, 16, 64}) {
     AdapterScale scale;
-    ASSERT_TRUE(resolve_scale({.config_alpha = 16.0, .rank_stabilised = true, .rank = rank}, &scale).ok());
+    ASSERT_TRUE(
+        resolve_scale({.config_alpha = 16.0, .rank_stabilised = true, .rank = rank}, &scale).ok());
     EXPECT_EQ(scale.value, 16.0 / std::sqrt(static_cast<double>(rank)));
     EXPECT_EQ(scale.rule, ScaleRule::kConfigAlpha);
   }
@@ -27,7 +28,8 @@ TEST(Scale, VN2IsAlphaOverTheRootOfTheRankWhereRankStabilised) {
 
 TEST(Scale, TheFilesAlphaIsBeforeTheConfiguration) {
   AdapterScale scale;
-  const ScaleSource source = {.alpha_tensor = 3.0, .config_alpha = 8.0, .rank_stabilised = true, .rank = 4};
+  const ScaleSource source = {
+      .alpha_tensor = 3.0, .config_alpha = 8.0, .rank_stabilised = true, .rank = 4};
   ASSERT_TRUE(resolve_scale(source, &scale).ok());
   EXPECT_EQ(scale.value, 0.75);  // a kohya alpha has the root in it already
 }
@@ -60,7 +62,8 @@ TEST(Scale, NamesThePattern) {
 TEST(Scale, RefusesAnAlphaThatIsNoNumber) {
   for (const double alpha : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     AdapterScale scale;
-    EXPECT_EQ(resolve_scale({.alpha_tensor = alpha, .rank = 4}, &scale).code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(resolve_scale({.alpha_tensor = alpha, .rank = 4}, &scale).code(),
+              StatusCode::kInvalidArgument);
   }
 }
 
