@@ -230,10 +230,18 @@ def fuzz(session: nox.Session) -> None:
     ):
         found = Path(session.create_tmp()) / program  # new inputs go here; the corpus is only read
         found.mkdir(exist_ok=True)
-        options = ["-max_total_time=60", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]
+        options = [
+            "-max_total_time=60",
+            "-max_len=4096",
+            "-timeout=10",
+            "-rss_limit_mb=2048",
+            "-print_final_stats=1",
+        ]
         options += [f"-dict={ROOT / 'tests' / 'fuzz' / f'{words}.dict'}", f"-artifact_prefix={found.parent}/"]
         inputs = str(ROOT / "tests" / "golden" / corpus)
-        session.run(str(build / program), *options, *session.posargs, str(found), inputs, external=True, silent=True)
+        session.run(
+            str(build / program), *options, *session.posargs, str(found), inputs, external=True, silent=True
+        )
 
 
 @nox.session

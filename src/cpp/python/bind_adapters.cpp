@@ -286,6 +286,7 @@ py::dict merge(const std::string& base, const py::list& adapters, const std::str
     strengths.push_back(strength);
   }
   std::vector<AdapterToMerge> list;
+  list.reserve(all.size());
   for (size_t i = 0; i < all.size(); ++i) list.push_back({&all[i], strengths[i]});
   MergeOptions options;
   options.keep = keep;
@@ -329,7 +330,7 @@ py::list names(const std::string& base) {
 }  // namespace
 
 void register_adapters(py::module_& m) {
-  py::class_<Keeper>(m, "AdapterMemory", "Keeps the memory of an adapter's tensors.");
+  const py::class_<Keeper> keeper(m, "AdapterMemory", "Keeps the memory of an adapter's tensors.");
   m.def("adapter_read", &read, py::arg("path"), py::arg("options"), "The adapter as a dict.");
   m.def("adapter_read_tensors", &read_tensors, py::arg("name"), py::arg("tensors"),
         py::arg("metadata"), py::arg("config"), py::arg("options"));

@@ -144,8 +144,8 @@ class Assembler {
       for (const int64_t n : {piece.row, piece.native_row, piece.rows}) unit = std::gcd(unit, n);
     }
     unit = std::gcd(unit, module.out);
-    const int64_t units = layer.rows / unit;
-    if (out == 0 || out % units != 0)
+    const int64_t units = unit == 0 ? 0 : layer.rows / unit;
+    if (out == 0 || units == 0 || out % units != 0)
       return Status(StatusCode::kMalformedFile,
                     source_.name + ": " + entry->tensors[0].key + " belongs to a layer of " +
                         std::to_string(out) + " rows, expected a multiple of " +
@@ -225,9 +225,10 @@ Status read_adapter(const std::vector<AdapterSource>& sources, const ReadAdapter
   ReadAdapterOptions inner = options;
   // Where several folders make one adapter, the one that says most about the base model says it for all.
   std::vector<const AdapterSource*> order;
+  order.reserve(sources.size());
   for (const AdapterSource& source : sources) order.push_back(&source);
-  std::stable_sort(order.begin(), order.end(), [](const AdapterSource* a, const AdapterSource* b) {
-    return a->tensors.size() > b->tensors.size();
+  std::sort(order.begin(), order.end(), [](const AdapterSource* a, const AdapterSource* b) {
+    return a->tensors.size() != b->tensors.size() ? a->tensors.size() > b->tensors.size() : a < b;
   });
   for (const AdapterSource* source : order) {
     KeyPlaces places;

@@ -286,7 +286,7 @@ Status scale_entry(const std::string& where, ScaleSource source, AdapterEntry* e
   }
   LORAACCEL_RETURN_IF_ERROR(alpha_of(where, *entry, &source.alpha_tensor));
   source.rank = entry->rank;
-  const Status status = resolve_scale(source, &entry->scale);
+  Status status = resolve_scale(source, &entry->scale);
   if (status.ok()) return status;
   return Status(StatusCode::kMalformedFile, where + ": " + entry->path + ": " + status.message());
 }

@@ -1,6 +1,7 @@
 #include "adapters/formats.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "adapters/name_row.h"
 #include "adapters/name_text.h"
@@ -33,16 +34,21 @@ Status read_formats(std::string_view text, Formats* formats) {
     if (words.size() < 2) continue;
     LORAACCEL_RETURN_IF_ERROR(read_row(words, formats));
   }
-  formats->by_length = formats->endings;
   const auto key = [](const KeyEnding& e) {
     const bool any = e.text.find('*') != std::string::npos;
-    return std::pair<int, int64_t>(e.bare() ? 2
-                                   : any    ? 1
-                                            : 0,
-                                   -static_cast<int64_t>(e.text.size()));
+    const int last = e.bare() ? 2 : static_cast<int>(any);
+    return std::tuple(last, -static_cast<int64_t>(e.text.size()));
   };
-  std::stable_sort(formats->by_length.begin(), formats->by_length.end(),
-                   [&](const KeyEnding& a, const KeyEnding& b) { return key(a) < key(b); });
+  const KeyEnding* first = formats->endings.data();
+  std::vector<const KeyEnding*> order;
+  order.reserve(formats->endings.size());
+  for (const KeyEnding& e : formats->endings) order.push_back(&e);
+  std::sort(order.begin(), order.end(), [&](const KeyEnding* a, const KeyEnding* b) {
+    return std::tuple(key(*a), a - first) < std::tuple(key(*b), b - first);
+  });
+  formats->by_length.clear();
+  formats->by_length.reserve(order.size());
+  for (const KeyEnding* e : order) formats->by_length.push_back(*e);
   return Status();
 }
 

@@ -239,6 +239,12 @@ const Spelling* spelling_of(const NameComponent& component, const std::string& f
   return nullptr;
 }
 
+Status ambiguous(const std::string& base, const std::string& other, const std::string& format) {
+  return Status(StatusCode::kInvalidArgument,
+                "the adapter may be of " + base + " or " + other + ", and " + format +
+                    " names their layers differently: say which base it is");
+}
+
 // Does a base that fits as well spell the adapter's components otherwise?
 Status check_certain(const Adapter& adapter, const NameTable& table, const std::string& format) {
   for (const std::string& other_base : adapter.also_fits) {
@@ -252,9 +258,7 @@ Status check_certain(const Adapter& adapter, const NameTable& table, const std::
       const Spelling* s = spelling_of(table.components[static_cast<size_t>(a)], format);
       const Spelling* t = spelling_of(other->components[static_cast<size_t>(b)], format);
       if (s != nullptr && t != nullptr && (s->prefix != t->prefix || s->column != t->column))
-        return Status(StatusCode::kInvalidArgument,
-                      "the adapter may be of " + table.base + " or " + other_base + ", and " +
-                          format + " names their layers differently: say which base it is");
+        return ambiguous(table.base, other_base, format);
     }
   }
   return Status();

@@ -188,8 +188,9 @@ Status parts_of(const std::string& word, int64_t out, std::vector<RowPart>* part
   }
   if (rest < 0 || (unsized == 0 ? rest != 0 : rest % unsized != 0))
     return mistake("the parts do not make up the rows");
+  const int64_t each = unsized == 0 ? 0 : rest / unsized;
   for (RowPart& part : *parts) {
-    if (part.rows == 0) part.rows = rest / unsized;
+    if (part.rows == 0) part.rows = each;
   }
   return Status();
 }

@@ -194,7 +194,11 @@ std::string diffusers_config_text(
   nlohmann::json all = nlohmann::json::object();
   for (const auto& [component, config] : components) {
     const nlohmann::json json = config_json(config);
-    for (const auto& [key, value] : json.items()) all[component + "." + key] = value;
+    const std::string prefix = component + ".";
+    for (const auto& [key, value] : json.items()) {
+      std::string name = prefix;
+      all[name.append(key)] = value;
+    }
   }
   return text_of(all);
 }

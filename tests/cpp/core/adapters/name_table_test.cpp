@@ -33,6 +33,7 @@ TEST(NameTable, ExpandsVariablesAlternativesAndParts) {
   ASSERT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(table.base, "t");
   std::vector<std::string> paths;
+  paths.reserve(table.modules.size());
   for (const NativeModule& m : table.modules) paths.push_back(m.path);
   EXPECT_EQ(paths, (std::vector<std::string>{"a.0.qkv", "a.1.qkv", "a.x", "a.y", "a.mod"}));
   EXPECT_EQ(table.modules[0].out, 12);
