@@ -191,7 +191,7 @@ def aarch64(session: nox.Session) -> None:
 def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
     """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
     core, checkpoint, lora = (
-        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "checkpoint", "lora")
+        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "checkpoint", "adapters", "lora")
     )
     # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
     run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
