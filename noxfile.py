@@ -97,6 +97,7 @@ def run_as_old_cpu(session: nox.Session, build: Path) -> None:
     for area, tests in (
         ("core", "-*Fork*"),
         ("checkpoint", "*"),
+        ("adapters", "*"),
         ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref"),
     ):
         program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
@@ -190,12 +191,14 @@ def aarch64(session: nox.Session) -> None:
 
 def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
     """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
-    core, checkpoint, lora = (
-        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "checkpoint", "adapters", "lora")
+    core, checkpoint, adapters, lora = (
+        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
+        for area in ("core", "checkpoint", "adapters", "lora")
     )
     # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
     run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
     run_under_qemu(session, cpu, checkpoint)
+    run_under_qemu(session, cpu, adapters)
     # neon_bf16 is never left out: that it cannot run, the tests have to find out.
     left_out = sorted(ARM_CPUS["max"] - ARM_CPUS[cpu] - {"neon_bf16"})
     only = "*" if not left_out else "-" + ":".join(f"*/{kernel}" for kernel in left_out)
