@@ -97,6 +97,7 @@ def run_as_old_cpu(session: nox.Session, build: Path) -> None:
     for area, tests in (
         ("core", "-*Fork*"),
         ("checkpoint", "*"),
+        ("adapters", "*"),
         ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref"),
     ):
         program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
@@ -190,12 +191,14 @@ def aarch64(session: nox.Session) -> None:
 
 def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
     """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
-    core, checkpoint, lora = (
-        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests") for area in ("core", "checkpoint", "lora")
+    core, checkpoint, adapters, lora = (
+        str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
+        for area in ("core", "checkpoint", "adapters", "lora")
     )
     # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
     run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
     run_under_qemu(session, cpu, checkpoint)
+    run_under_qemu(session, cpu, adapters)
     # neon_bf16 is never left out: that it cannot run, the tests have to find out.
     left_out = sorted(ARM_CPUS["max"] - ARM_CPUS[cpu] - {"neon_bf16"})
     only = "*" if not left_out else "-" + ":".join(f"*/{kernel}" for kernel in left_out)
@@ -219,24 +222,29 @@ def fuzz(session: nox.Session) -> None:
     """Random safetensors files, for a minute, under sanitizers. Arguments go to libFuzzer: -max_total_time=1800."""
     if shutil.which("clang++") is None:
         session.skip("NOTHING WAS FUZZED: that needs clang and its runtime (Debian: clang, libclang-rt-dev)")
-    session.install("cmake>=3.26", "ninja")
+    session.install("cmake>=3.26", "ninja", "nlohmann-json")
     build = ROOT / "build" / f"nox-{session.name}"
     compiler = "-DCMAKE_CXX_COMPILER=clang++"
     session.run("cmake", "--fresh", "-GNinja", f"-S{ROOT / 'tests' / 'fuzz'}", f"-B{build}", compiler)
     session.run("cmake", "--build", str(build))
-    found = Path(session.create_tmp()) / "found"  # new inputs go here; the corpus is only read
-    found.mkdir(exist_ok=True)
-    options = [
-        "-max_total_time=60",
-        "-max_len=4096",
-        "-timeout=10",
-        "-rss_limit_mb=2048",
-        "-print_final_stats=1",
-    ]
-    options += [f"-dict={ROOT / 'tests' / 'fuzz' / 'safetensors.dict'}", f"-artifact_prefix={found.parent}/"]
-    corpus = str(ROOT / "tests" / "golden" / "safetensors")
-    program = str(build / "safetensors_fuzz")
-    session.run(program, *options, *session.posargs, str(found), corpus, external=True, silent=True)
+    for program, words, corpus in (
+        ("safetensors_fuzz", "safetensors", "safetensors"),
+        ("adapter_names_fuzz", "adapter_names", "adapter_keys"),
+    ):
+        found = Path(session.create_tmp()) / program  # new inputs go here; the corpus is only read
+        found.mkdir(exist_ok=True)
+        options = [
+            "-max_total_time=60",
+            "-max_len=4096",
+            "-timeout=10",
+            "-rss_limit_mb=2048",
+            "-print_final_stats=1",
+        ]
+        options += [f"-dict={ROOT / 'tests' / 'fuzz' / f'{words}.dict'}", f"-artifact_prefix={found.parent}/"]
+        inputs = str(ROOT / "tests" / "golden" / corpus)
+        session.run(
+            str(build / program), *options, *session.posargs, str(found), inputs, external=True, silent=True
+        )
 
 
 @nox.session

@@ -14,6 +14,10 @@ COMMANDS = {
     "bench": ("loraaccel.cli.bench", "Measure this machine and the LoRA layers on it against PEFT."),
     "doctor": ("loraaccel.cli.doctor", "Say what works here, what is missing and what to do about it."),
     "run": ("loraaccel.cli.run", "Run a training script with its LoRA layers in native code."),
+    "info": ("loraaccel.cli.info", "Say what an adapter file is, and what is wrong with it."),
+    "convert": ("loraaccel.cli.convert", "Write an adapter in another tool's format."),
+    "merge": ("loraaccel.cli.merge", "Merge adapters into a base model."),
+    "unmerge": ("loraaccel.cli.unmerge", "Take a merge back, byte for byte."),
     "tune": ("loraaccel.cli.tune", "Measure once which kernels are faster here, ours or torch's."),
     "config": ("loraaccel.cli.config", "Print paths for compilers and CMake."),
 }

@@ -1,0 +1,16 @@
+# Compiles the name tables of src/data/names into the library: a constant (file name, text) for each.
+set(LORAACCEL_NAME_FILES clip flux formats mmdit openclip sd15 sd2 sd3 sd35-large sd35-medium sdxl t5 unet unet_blocks)
+
+function(loraaccel_embed_names output)
+  set(_folder "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../../data/names")
+  set(_text "// Made by CMake from src/data/names.\n#include \"adapters/name_text.h\"\n\nnamespace loraaccel {\n\n")
+  string(APPEND _text "const NameText kNameTexts[] = {\n")
+  foreach(_name ${LORAACCEL_NAME_FILES})
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_folder}/${_name}.names")
+    file(READ "${_folder}/${_name}.names" _rows)
+    string(APPEND _text "    {\"${_name}\", R\"names(${_rows})names\"},\n")
+  endforeach()
+  list(LENGTH LORAACCEL_NAME_FILES _count)
+  string(APPEND _text "};\nconst size_t kNumNameTexts = ${_count};\n\n}  // namespace loraaccel\n")
+  file(GENERATE OUTPUT "${output}" CONTENT "${_text}")
+endfunction()

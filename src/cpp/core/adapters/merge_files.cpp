@@ -1,0 +1,266 @@
+// Base models in, merged ones out, a tensor at a time.
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <system_error>
+
+#include "adapters/keep_originals.h"
+#include "adapters/merge_plan.h"
+#include "adapters/merge_weight.h"
+#include "adapters/numbers.h"
+#include "adapters/staged_files.h"
+#include "adapters/text_file.h"
+#include "loraaccel/safetensors.h"
+
+namespace loraaccel {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct BaseFile {
+  std::string source;
+  std::string target;
+  std::string component;
+  SafetensorsReader reader;
+  std::map<std::string, MergeWork, std::less<>> work;
+};
+
+// Files to be merged, and to be copied as they are.
+struct BaseModel {
+  std::vector<BaseFile> files;
+  std::vector<std::pair<std::string, std::string>> others;
+};
+
+Status find_files(const std::string& base, const std::string& target, BaseModel* model) {
+  if (!folder_exists(base)) {
+    model->files.push_back({base, target, "", {}, {}});
+    return Status();
+  }
+  std::error_code error;
+  std::vector<fs::path> paths;
+  for (auto i = fs::recursive_directory_iterator(base, error);
+       !error && i != fs::recursive_directory_iterator(); i.increment(error)) {
+    if (i->is_regular_file(error)) paths.push_back(i->path());
+  }
+  if (error)
+    return Status(StatusCode::kFileError, base + ": listing the folder failed: " + error.message(),
+                  error.value());
+  std::sort(paths.begin(), paths.end());
+  for (const fs::path& path : paths) {
+    const std::string to = (fs::path(target) / path.lexically_relative(base)).string();
+    if (path.extension() == ".safetensors") {
+      const bool inner = path.parent_path() != fs::path(base);
+      const std::string folder =
+          inner ? path.parent_path().filename().string() : file_name_of(base);
+      model->files.push_back({path.string(), to, folder, {}, {}});
+    } else {
+      model->others.emplace_back(path.string(), to);
+    }
+  }
+  if (model->files.empty())
+    return Status(StatusCode::kMalformedFile,
+                  base + " is a folder without a .safetensors file, expected a base model");
+  return Status();
+}
+
+// Lends the writer the bytes of one base tensor: as they are, or merged.
+class BaseTensor {
+ public:
+  BaseTensor(const SafetensorsReader& reader, const TensorEntry& entry, const MergeWork* work,
+             const ExecContext& ctx, MergeReport* report)
+      : reader_(reader), entry_(entry), work_(work), ctx_(ctx), report_(report) {}
+
+  static Status fetch(void* host, uint64_t offset, size_t bytes, const void** data) {
+    return static_cast<BaseTensor*>(host)->lend(offset, bytes, data);
+  }
+
+ private:
+  Status lend(uint64_t offset, size_t bytes, const void** data) {
+    if (work_ == nullptr) {
+      if (bytes > size_) {
+        memory_.reset(new (std::nothrow) char[bytes]);
+        size_ = memory_ == nullptr ? 0 : bytes;
+        if (memory_ == nullptr)
+          return Status(StatusCode::kOutOfMemory, "no memory to copy " + std::string(entry_.name));
+      }
+      LORAACCEL_RETURN_IF_ERROR(reader_.read(entry_, offset, bytes, memory_.get()));
+      *data = memory_.get();
+    } else {
+      if (offset == 0) LORAACCEL_RETURN_IF_ERROR(merge());
+      *data = memory_.get() + offset;
+    }
+    return Status();
+  }
+
+  Status merge() {
+    const uint64_t bytes = entry_.size_bytes();
+    memory_.reset(new (std::nothrow) char[bytes]);
+    if (memory_ == nullptr)
+      return Status(StatusCode::kOutOfMemory, "no memory for " + std::string(entry_.name) + ", " +
+                                                  std::to_string(bytes) + " bytes");
+    LORAACCEL_RETURN_IF_ERROR(reader_.read(entry_, 0, bytes, memory_.get()));
+    MergedWeight w;
+    w.name = reader_.path() + ": " + std::string(entry_.name);
+    w.dtype = entry_.dtype;
+    w.rows = entry_.shape.empty() ? 1 : entry_.shape[0];
+    w.columns = 1;
+    for (size_t i = 1; i < entry_.shape.size(); ++i) w.columns *= entry_.shape[i];
+    w.data = memory_.get();
+    LORAACCEL_RETURN_IF_ERROR(merge_weight(ctx_, *work_, &w));
+    if (w.rounding > 0)
+      report_->notes.push_back(std::string(entry_.name) + ": rounded to " +
+                               file_dtype_name(w.dtype) + ", by up to " + number_text(w.rounding));
+    return Status();
+  }
+
+  const SafetensorsReader& reader_;
+  const TensorEntry& entry_;
+  const MergeWork* work_;
+  const ExecContext& ctx_;
+  MergeReport* report_;
+  std::unique_ptr<char[]> memory_;
+  size_t size_ = 0;
+
+  friend class BaseTensors;  // gives the memory back
+};
+
+// All of a file; memory of the tensor before goes when the next is asked for.
+class BaseTensors {
+ public:
+  BaseTensors(const BaseFile& file, const ExecContext& ctx, MergeReport* report) {
+    tensors_.reserve(file.reader.entries().size());
+    hosts_.reserve(file.reader.entries().size());
+    for (const TensorEntry& entry : file.reader.entries()) {
+      const auto found = file.work.find(entry.name);
+      tensors_.emplace_back(file.reader, entry, found == file.work.end() ? nullptr : &found->second,
+                            ctx, report);
+    }
+    for (BaseTensor& t : tensors_) hosts_.push_back({this, &t});
+  }
+
+  std::vector<TensorToSave> list() {
+    std::vector<TensorToSave> saves;
+    for (Host& host : hosts_) {
+      TensorToSave t;
+      t.name = host.tensor->entry_.name;
+      t.dtype = host.tensor->entry_.dtype;
+      t.shape.assign(host.tensor->entry_.shape.begin(), host.tensor->entry_.shape.end());
+      t.fetch = &fetch;
+      t.fetch_host = &host;
+      saves.push_back(std::move(t));
+    }
+    return saves;
+  }
+
+ private:
+  struct Host {
+    BaseTensors* all;
+    BaseTensor* tensor;
+  };
+
+  static Status fetch(void* host, uint64_t offset, size_t bytes, const void** data) {
+    const Host& h = *static_cast<Host*>(host);
+    BaseTensor*& last = h.all->last_;
+    if (last != nullptr && last != h.tensor) {
+      last->memory_.reset();
+      last->size_ = 0;
+    }
+    last = h.tensor;
+    return BaseTensor::fetch(h.tensor, offset, bytes, data);
+  }
+
+  std::vector<BaseTensor> tensors_;
+  std::vector<Host> hosts_;
+  BaseTensor* last_ = nullptr;
+};
+
+Status merge_file(const BaseFile& file, const std::string& path, const MergeOptions& options,
+                  const ExecContext& ctx, const std::string& identity, MergeReport* report) {
+  BaseTensors tensors(file, ctx, report);
+  const std::vector<TensorToSave> saves = tensors.list();
+  SaveMetadata metadata;
+  bool hashes = false;
+  for (const MetadataItem& item : file.reader.metadata()) {
+    if (item.key == "sshs_model_hash" || item.key == "sshs_legacy_hash") {
+      hashes = true;
+    } else if (item.key == "modelspec.hash_sha256") {
+      report->notes.push_back(file.source +
+                              ": modelspec.hash_sha256 is left out: it was of the model before");
+    } else if (item.key != kIdentityKey) {
+      metadata.emplace_back(item.key, item.value);
+    }
+  }
+  if (!identity.empty()) metadata.emplace_back(kIdentityKey, identity);
+  SaveOptions save;
+  save.float_dtype = options.dtype;
+  save.hashes = hashes;
+  save.hashes_in_metadata = hashes;
+  SaveReport saved;
+  LORAACCEL_RETURN_IF_ERROR(save_safetensors(
+      path, saves, metadata.empty() && !file.reader.has_metadata() ? nullptr : &metadata, save,
+      &saved));
+  for (const CastLoss& loss : saved.losses) {
+    report->notes.push_back(loss.name + ": " + std::to_string(loss.flushed_to_zero) +
+                            " numbers became zero, " + std::to_string(loss.became_infinite) +
+                            " infinite");
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> adapters,
+                      const std::string& target, const MergeOptions& options, MergeReport* report) {
+  MergeReport local;
+  if (report == nullptr) report = &local;
+  *report = MergeReport();
+  MergePlan plan;
+  LORAACCEL_RETURN_IF_ERROR(plan.prepare(adapters));
+  BaseModel model;
+  LORAACCEL_RETURN_IF_ERROR(find_files(base, target, &model));
+  if (!options.keep.empty() && (options.dtype || model.files.size() != 1))
+    return Status(
+        StatusCode::kInvalidArgument,
+        options.keep + ": original bytes are kept of models of one file, without another dtype");
+  for (BaseFile& file : model.files) {
+    LORAACCEL_RETURN_IF_ERROR(SafetensorsReader::open(file.source, &file.reader));
+    LORAACCEL_RETURN_IF_ERROR(plan.plan(file.reader, file.component, &file.work));
+    report->changed += static_cast<int64_t>(file.work.size());
+    report->tensors += static_cast<int64_t>(file.reader.entries().size());
+  }
+  report->unused = plan.unused();
+  if (report->changed == 0)
+    return Status(StatusCode::kInvalidArgument,
+                  base + " has none of the layers that the adapter changes" +
+                      (report->unused.empty() ? "" : ", as " + report->unused[0]));
+  if (!report->unused.empty() && !options.allow_unmatched) {
+    std::string names;
+    for (size_t i = 0; i < report->unused.size() && i < 6; ++i)
+      names += (i == 0 ? "" : ", ") + report->unused[i];
+    return Status(StatusCode::kInvalidArgument, base + " has no weights for " +
+                                                    std::to_string(report->unused.size()) +
+                                                    " layers of the adapter: " + names +
+                                                    ". allow_unmatched goes on without them");
+  }
+  const ExecContext ctx = default_context();
+  StagedFiles staged;
+  std::string identity;
+  if (!options.keep.empty()) {
+    std::string path;
+    LORAACCEL_RETURN_IF_ERROR(staged.place(options.keep, &path));
+    std::vector<const TensorEntry*> changed;
+    for (const TensorEntry& entry : model.files[0].reader.entries()) {
+      if (model.files[0].work.contains(entry.name)) changed.push_back(&entry);
+    }
+    LORAACCEL_RETURN_IF_ERROR(keep_originals(model.files[0].reader, changed, path, &identity));
+  }
+  for (const BaseFile& file : model.files) {
+    std::string path;
+    LORAACCEL_RETURN_IF_ERROR(staged.place(file.target, &path));
+    LORAACCEL_RETURN_IF_ERROR(merge_file(file, path, options, ctx, identity, report));
+  }
+  for (const auto& [from, to] : model.others) LORAACCEL_RETURN_IF_ERROR(staged.copy(from, to));
+  return staged.commit(&report->paths);
+}
+
+}  // namespace loraaccel
