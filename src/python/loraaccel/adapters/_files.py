@@ -55,9 +55,7 @@ def load(
     options = _read_options(base, component, allow_unmatched, modules)
     if isinstance(path, Mapping):
         tensors = [described_array("", key, array) for key, array in path.items()]
-        described = _core.adapter_read_tensors(
-            "the adapter", tensors, dict(metadata or {}), config, options
-        )
+        described = _core.adapter_read_tensors("the adapter", tensors, dict(metadata or {}), config, options)
         # views of the caller's memory: keep the arrays themselves
         owners = {t["key"]: t["owner"] for t in tensors}
         for entry in described["entries"]:
