@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from loraaccel.adapters import _metadata
 from loraaccel.adapters._arrays import default_framework
 from loraaccel.adapters._entry import Adapter, Entry
 from loraaccel.adapters._factors import like, lost, numbers
@@ -138,7 +136,7 @@ def extract(
     notes += [note for _, _, more in found for note in more]
     entries = [entry for entry, _, _ in found]
     spelling = format or ("kohya" if before.base else "peft")
-    adapter = Adapter(entries, before.base, spelling, _about(entries, before.base, rank, conv_rank))
+    adapter = Adapter(entries, before.base, spelling, _about(before.base, rank, conv_rank))
     written = written_to(adapter, target, spelling, dtype)
     same = [f"{layer.component}.{layer.path}" for entry, layer, _ in results if entry is None]
     return Extracted(adapter, [layer for _, layer, _ in found], same, written.paths, notes + written.notes)
@@ -255,7 +253,7 @@ def _array(values: np.ndarray, framework: str) -> Any:
     return torch.from_numpy(values)
 
 
-def _about(entries: Iterable[Entry], base: str, rank: int, conv_rank: int | None) -> dict[str, str]:
+def _about(base: str, rank: int, conv_rank: int | None) -> dict[str, str]:
     """The least that sd-scripts writes."""
     import json
 
@@ -268,4 +266,4 @@ def _about(entries: Iterable[Entry], base: str, rank: int, conv_rank: int | None
         "ss_network_module": modules.get(base, "networks.lora"),
         "ss_network_args": json.dumps(arguments),
     }
-    return {**(known if base else {}), **_metadata.network(entries), "ss_network_dim": str(rank)}
+    return {**(known if base else {}), "ss_network_dim": str(rank), "ss_network_alpha": str(float(rank))}
