@@ -144,13 +144,16 @@ def _layers(tensors: list[_Tensor], base: str) -> dict[Layer, Place]:
     found: dict[Layer, Place] = {}
     for t in tensors:
         stem = t.key.removesuffix(".weight") if t.key.endswith(".weight") else t.key
-        for component in sorted(components) if t.component not in components else [t.component]:
-            pieces = _pieces(names, component, stem, t)
+        possible = [t.component] if t.component in components else sorted(components)
+        ways = [(component, pieces) for component in possible if (pieces := _pieces(names, component, stem, t))]
+        if len(ways) > 1:  # two text encoders that spell alike: then the one of this width
+            ways = [way for way in ways if sum(piece[3] for piece in way[1]) == t.shape[0]]
+        for component, pieces in ways:
+            count = sum(piece[3] for piece in pieces)
             for native, row, native_row, rows, out in pieces:
-                if t.component not in components and sum(p[3] for p in pieces) != t.shape[0]:
-                    continue  # of another component that spells alike
                 layer = Layer(component, native, native_row, rows, out)
-                found.setdefault(layer, Place(t.file, t.path, t.key, row, 0 if len(pieces) == 1 else rows, t.shape))
+                part = (0, 0) if len(pieces) == 1 else (row * t.shape[0] // count, rows * t.shape[0] // count)
+                found.setdefault(layer, Place(t.file, t.path, t.key, *part, t.shape))
     return found
 
 
