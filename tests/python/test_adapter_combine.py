@@ -8,7 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adapter_files import CONV, CROSS_K, PATHS, SHORTCUT, TO_K, TO_Q, TO_V, Tensors, best, deltas, off, pair, update, write
+from adapter_files import (
+    CONV,
+    CROSS_K,
+    PATHS,
+    SHORTCUT,
+    TO_K,
+    TO_Q,
+    TO_V,
+    Tensors,
+    best,
+    deltas,
+    off,
+    pair,
+    update,
+    write,
+)
 from loraaccel import adapters
 from loraaccel.safetensors.numpy import load_file
 
@@ -171,7 +186,11 @@ def test_whole_differences_norms_and_biases_add_up(tmp_path: Path) -> None:
 
 def test_loha_needs_a_rank_beside_another(tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
-    parts = {f"{TO_Q}.hada_w{i}_{x}": rng.standard_normal((64, 2)[:: 1 if x == "a" else -1]) for i in "12" for x in "ab"}
+    parts = {
+        f"{TO_Q}.hada_w{i}_{x}": rng.standard_normal((64, 2)[:: 1 if x == "a" else -1])
+        for i in "12"
+        for x in "ab"
+    }
     loha = {k: v.astype(np.float32) for k, v in parts.items()} | {f"{TO_Q}.alpha": np.float32(1)}
     first = write(tmp_path / "a.safetensors", loha)
     second = write(tmp_path / "b.safetensors", pair(rng, TO_Q, 4))
@@ -215,7 +234,9 @@ def test_layers_that_formats_divide_differently_are_combined() -> None:
     assert result.format == "kohya"
     expected = 0.5 * fused[f"{stem}.lora_up.weight"].astype(np.float64) @ fused[f"{stem}.lora_down.weight"]
     keys = [f"transformer.transformer_blocks.0.attn.to_{x}.lora_" for x in ("q", "k", "v")]
-    expected += 2 * np.concatenate([parts[k + "B.weight"].astype(np.float64) @ parts[k + "A.weight"] for k in keys])
+    expected += 2 * np.concatenate(
+        [parts[k + "B.weight"].astype(np.float64) @ parts[k + "A.weight"] for k in keys]
+    )
     assert off(result.entries[0].delta(), expected) < 1e-6
     report = adapters.diff(one, two)
     assert report.only_a == report.only_b == []

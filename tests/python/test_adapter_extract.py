@@ -23,7 +23,11 @@ NAMES = Path(__file__).parents[2] / "src" / "data" / "names"
 def plain_models(tmp_path: Path, noise: float = 0.0) -> tuple[Path, Path, Tensors]:
     """A model without a table: two matrices that change by rank 4, one that does not, an embedding, a convolution."""
     rng = np.random.default_rng(0)
-    before = {f"layers.{i}.{x}.weight": rng.standard_normal((32, 32)).astype(np.float32) for i in (0, 1) for x in "qk"}
+    before = {
+        f"layers.{i}.{x}.weight": rng.standard_normal((32, 32)).astype(np.float32)
+        for i in (0, 1)
+        for x in "qk"
+    }
     before["embed.weight"] = rng.standard_normal((10, 32)).astype(np.float32)
     before["conv.weight"] = rng.standard_normal((8, 6, 3, 3)).astype(np.float32)
     before["layers.0.norm.weight"] = np.ones(32, np.float32)
@@ -31,7 +35,9 @@ def plain_models(tmp_path: Path, noise: float = 0.0) -> tuple[Path, Path, Tensor
     for i in (0, 1):
         change = rng.standard_normal((32, 4)) @ rng.standard_normal((4, 32)) + noise * np.eye(32)
         after[f"layers.{i}.q.weight"] += change.astype(np.float32)
-    after["conv.weight"] += (rng.standard_normal((8, 2)) @ rng.standard_normal((2, 54))).reshape(8, 6, 3, 3).astype("f4")
+    after["conv.weight"] += (
+        (rng.standard_normal((8, 2)) @ rng.standard_normal((2, 54))).reshape(8, 6, 3, 3).astype("f4")
+    )
     after["embed.weight"] += 1
     after["layers.0.norm.weight"] += 1
     save_file(before, tmp_path / "before.safetensors")
@@ -100,7 +106,9 @@ def test_vm4_numbers_that_are_not_finite_are_named(tmp_path: Path, value: float,
     assert not (tmp_path / "out").exists()
 
 
-def test_vm4_a_solver_that_fails_gives_way_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vm4_a_solver_that_fails_gives_way_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: np.ndarray) -> None:
         raise np.linalg.LinAlgError("Eigenvalues did not converge")
 
@@ -112,7 +120,9 @@ def test_vm4_a_solver_that_fails_gives_way_to_another(tmp_path: Path, monkeypatc
         raise np.linalg.LinAlgError("SVD did not converge")
 
     monkeypatch.setattr(np.linalg, "svd", fail_too)
-    with pytest.raises(ValueError, match=r"layers\.0\.q\.weight: the singular values cannot be computed: SVD"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.q\.weight: the singular values cannot be computed: SVD"
+    ):
         adapters.extract(before, after, rank=4)
 
 
@@ -127,7 +137,9 @@ def test_large_differences_are_nearly_the_best_and_exact_on_request(tmp_path: Pa
     least = off(best(wanted, 12), wanted)
     errors = {}
     for exact in (False, True):
-        report = adapters.extract(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rank=12, exact=exact)
+        report = adapters.extract(
+            tmp_path / "a.safetensors", tmp_path / "b.safetensors", rank=12, exact=exact
+        )
         (layer,) = report.layers
         assert layer.exact is exact
         assert layer.error == pytest.approx(off(report.adapter.entries[0].delta(), wanted), rel=1e-4)
@@ -182,7 +194,11 @@ def test_the_layers_of_stable_diffusion(tmp_path: Path, conv_rank: int | None) -
     assert {k.split(".")[0]: v.shape for k, v in written.items() if "lora_down" in k} == expected
     assert all(float(v) == expected[k.split(".")[0]][0] for k, v in written.items() if k.endswith(".alpha"))
     about = adapters.summary(tmp_path / "c.safetensors").metadata
-    assert (about["ss_v2"], about["ss_base_model_version"], about["ss_network_module"]) == ("False", "sd_v1", "networks.lora")
+    assert (about["ss_v2"], about["ss_base_model_version"], about["ss_network_module"]) == (
+        "False",
+        "sd_v1",
+        "networks.lora",
+    )
     assert (about["ss_network_dim"], about["ss_network_alpha"]) == ("5", "5.0")
     arguments = {} if conv_rank is None else {"conv_dim": "3", "conv_alpha": "3.0"}
     assert json.loads(about["ss_network_args"]) == arguments
@@ -193,8 +209,12 @@ def test_the_layers_of_stable_diffusion(tmp_path: Path, conv_rank: int | None) -
         assert off(entry.delta(), best(wanted, layer.rank)) < 1e-5
 
 
-@pytest.mark.parametrize(("prefix", "width", "base"), [("model.diffusion_model.", 768, "sd15"), ("", 2048, "sdxl")])
-def test_the_base_is_found_out_from_names_and_sizes(tmp_path: Path, prefix: str, width: int, base: str) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "width", "base"), [("model.diffusion_model.", 768, "sd15"), ("", 2048, "sdxl")]
+)
+def test_the_base_is_found_out_from_names_and_sizes(
+    tmp_path: Path, prefix: str, width: int, base: str
+) -> None:
     block = prefix + "input_blocks.4.1.transformer_blocks.0.attn2."
     before = {block + "to_k.weight": np.zeros((640, width), np.float32)}
     after = {key: value + np.eye(640, width, dtype=np.float32) for key, value in before.items()}
@@ -225,7 +245,9 @@ def test_a_folder_of_shards_and_other_types_is_the_same_model(tmp_path: Path) ->
     names = sorted(tensors)
     half = {torch.float16: names[:4], torch.bfloat16: names[4:]}
     for i, (dtype, keys) in enumerate(half.items()):
-        save_torch({k: tensors[k].to(dtype) for k in keys}, folder / f"model-0000{i + 1}-of-00002.safetensors")
+        save_torch(
+            {k: tensors[k].to(dtype) for k in keys}, folder / f"model-0000{i + 1}-of-00002.safetensors"
+        )
     rounded = {k: tensors[k].to(dtype).float() for dtype, keys in half.items() for k in keys}
     save_torch(rounded, tmp_path / "rounded.safetensors")
     mine = adapters.extract(before, folder, rank=3, base="sd15")
@@ -281,7 +303,13 @@ def test_models_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert not target.exists()
     report = adapters.extract(before, missing, target, 4, allow_unmatched=True)
     assert any("layers.1.k.weight is in" in note for note in report.notes)
-    for options in ({"clamp_quantile": 0}, {"min_diff": -1}, {"layers": "("}, {"layers": "nothing"}, {"rank": 0}):
+    for options in (
+        {"clamp_quantile": 0},
+        {"min_diff": -1},
+        {"layers": "("},
+        {"layers": "nothing"},
+        {"rank": 0},
+    ):
         with pytest.raises(ValueError, match="expected|regular|no layer"):
             adapters.extract(before, after, **options)  # type: ignore[arg-type]
     report = adapters.extract(before, after, rank=4, layers=r"^layers\.1\.")

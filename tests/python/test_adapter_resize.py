@@ -9,7 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from adapter_files import CONV, CROSS_K, PATHS, SHORTCUT, TO_K, TO_Q, TO_V, best, deltas, off, pair, update, write
+from adapter_files import (
+    CONV,
+    CROSS_K,
+    PATHS,
+    SHORTCUT,
+    TO_K,
+    TO_Q,
+    TO_V,
+    best,
+    deltas,
+    off,
+    pair,
+    update,
+    write,
+)
 from loraaccel import adapters
 from loraaccel.safetensors.numpy import load_file, save_file
 from loraaccel.safetensors.torch import load_file as load_torch
@@ -204,8 +218,15 @@ def test_vm5_loha_and_lokr_are_refused_or_rebuilt(tmp_path: Path, kind: str) -> 
         parts = {"hada_w1_a": some(64, 2), "hada_w1_b": some(2, 64), "hada_w2_a": some(64, 2)}
         parts |= {"hada_w2_b": some(2, 64), "alpha": np.float32(1)}
     else:
-        parts = {"lokr_w1": some(2, 2), "lokr_w2_a": some(32, 3), "lokr_w2_b": some(3, 32), "alpha": np.float32(1)}
-    source = write(tmp_path / "a.safetensors", {f"{TO_Q}.{k}": v for k, v in parts.items()}, pair(rng, TO_K, 8))
+        parts = {
+            "lokr_w1": some(2, 2),
+            "lokr_w2_a": some(32, 3),
+            "lokr_w2_b": some(3, 32),
+            "alpha": np.float32(1),
+        }
+    source = write(
+        tmp_path / "a.safetensors", {f"{TO_Q}.{k}": v for k, v in parts.items()}, pair(rng, TO_K, 8)
+    )
     with pytest.raises(ValueError, match=rf"attn1\.to_q.*{kind}.*rebuild"):
         adapters.resize(source, tmp_path / "b.safetensors", 4, base="sdxl")
     assert not (tmp_path / "b.safetensors").exists()
@@ -247,7 +268,13 @@ def test_a_magnitude_and_a_bias_stay(tmp_path: Path) -> None:
 
 
 def test_vw6_metadata_is_kept_and_updated(tmp_path: Path) -> None:
-    given = {"format": "pt", "ss_network_dim": "8", "ss_training_comment": "mine", "sshs_model_hash": "old", "é": "\n"}
+    given = {
+        "format": "pt",
+        "ss_network_dim": "8",
+        "ss_training_comment": "mine",
+        "sshs_model_hash": "old",
+        "é": "\n",
+    }
     source = write(tmp_path / "a.safetensors", pair(RNG, TO_Q, 8, 4), pair(RNG, CONV, 8, 4), metadata=given)
     adapters.resize(source, tmp_path / "b.safetensors", 4, conv_rank=2, base="sdxl")
     summary = adapters.summary(tmp_path / "b.safetensors", base="sdxl")
@@ -303,7 +330,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors"]
 
 
-def test_one_worker_and_several_give_the_same_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_and_several_give_the_same_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, _ = full_file(tmp_path)
     calls: list[tuple[int, int]] = []
     adapters.resize(source, tmp_path / "b.safetensors", 4, base="sdxl", progress=lambda *n: calls.append(n))

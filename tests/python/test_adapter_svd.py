@@ -79,7 +79,9 @@ def test_balanced_factors_have_one_size_and_the_same_product() -> None:
     _, pair = _svd.product_svd(up, down, lambda _: 5)
     left, right = _svd.balanced(pair)
     np.testing.assert_allclose(np.linalg.norm(left), np.linalg.norm(right), rtol=1e-6)
-    np.testing.assert_allclose(left @ right, pair[0] @ pair[1], rtol=0, atol=1e-12 * np.abs(left @ right).max() + 1e-12)
+    np.testing.assert_allclose(
+        left @ right, pair[0] @ pair[1], rtol=0, atol=1e-12 * np.abs(left @ right).max() + 1e-12
+    )
 
 
 @pytest.mark.parametrize("shapes", [((50, 4), (4, 30)), ((3, 8), (8, 5))])

@@ -47,7 +47,17 @@ def test_resize(tmp_path: Path, files: tuple[Path, Path], sd_scripts: bool) -> N
 
 
 def test_resize_as_json(tmp_path: Path, files: tuple[Path, Path]) -> None:
-    words = ("--new_rank", 6, "--dynamic_method", "sv_fro", "--dynamic_param", 0.8, "--base", "sdxl", "--json")
+    words = (
+        "--new_rank",
+        6,
+        "--dynamic_method",
+        "sv_fro",
+        "--dynamic_param",
+        0.8,
+        "--base",
+        "sdxl",
+        "--json",
+    )
     result = call("resize", files[0], tmp_path / "c.safetensors", *words)
     report = json.loads(result.stdout)
     assert report["paths"] == [str(tmp_path / "c.safetensors")]
@@ -57,12 +67,16 @@ def test_resize_as_json(tmp_path: Path, files: tuple[Path, Path]) -> None:
 
 def test_combine(tmp_path: Path, files: tuple[Path, Path]) -> None:
     target = tmp_path / "c.safetensors"
-    result = call("combine", target, "-a", f"{files[0]}=0.7", "-a", f"{files[1]}=0.3", "--base", "sdxl", "--verbose")
+    result = call(
+        "combine", target, "-a", f"{files[0]}=0.7", "-a", f"{files[1]}=0.3", "--base", "sdxl", "--verbose"
+    )
     assert result.exit_code == 0, result.output
     assert f"unet.{PATHS[TO_Q]}: lora, rank 14, of 1, 2" in result.output
     a, b = (load_file(path) for path in files)
     assert off(update(load_file(target), TO_Q), 0.7 * update(a, TO_Q) + 0.3 * update(b, TO_Q)) < 1e-6
-    result = call("combine", target, "-a", files[0], "-a", files[1], "--new-rank", 3, "--base", "sdxl", "--json")
+    result = call(
+        "combine", target, "-a", files[0], "-a", files[1], "--new-rank", 3, "--base", "sdxl", "--json"
+    )
     report = json.loads(result.stdout)
     assert {layer["rank"] for layer in report["layers"]} == {3}
     assert 0 < report["largest_error"] < 1
@@ -74,7 +88,9 @@ def test_extract_and_diff(tmp_path: Path) -> None:
     change = (rng.standard_normal((32, 3)) @ rng.standard_normal((3, 24))).astype(np.float32)
     save_file(before, tmp_path / "a.safetensors")
     save_file({"x.weight": before["x.weight"] + change}, tmp_path / "b.safetensors")
-    result = call("extract", tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "out", "--dim", 3)
+    result = call(
+        "extract", tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "out", "--dim", 3
+    )
     assert result.exit_code == 0, result.output
     (delta,) = deltas(tmp_path / "out").values()
     assert off(delta, change) < 1e-5
@@ -144,7 +160,9 @@ def test_without_numpy_one_sentence_says_so(tmp_path: Path, files: tuple[Path, P
         "try: a.resize\n"
         "except ValueError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert done.stdout == (
         "loraaccel.adapters.resize needs numpy, which is not installed: pip install 'loraaccel[tools]'\n"
     )

@@ -31,6 +31,7 @@ from loraaccel.adapters._resize import DELTA_KINDS, Path, dense_factors, opened,
 from loraaccel.adapters._svd import balanced, matrix_svd, product_norm, product_svd
 from loraaccel.adapters._workers import Progress, each
 
+
 @dataclass
 class CombinedLayer:
     """One layer of the sum."""
@@ -143,7 +144,9 @@ def _limits(rank: int | None, conv_rank: int | None) -> dict[bool, int] | None:
 
 
 def _alike(
-    sources: list[tuple[int, Adapter, float]], format: str, modules: Iterable[str]  # noqa: A002
+    sources: list[tuple[int, Adapter, float]],
+    format: str,
+    modules: Iterable[str],  # noqa: A002
 ) -> list[tuple[int, Adapter, float]]:
     """Adapters whose entries divide the layers into the same rows: where they do not, in the target's spelling."""
     divisions: dict[tuple[str, str], set[Any]] = {}
@@ -172,7 +175,11 @@ def respelled(adapter: Adapter, format: str, modules: Iterable[str] = ()) -> Ada
 
 
 def _sum(
-    group: list[tuple[int, Entry, float]], limits: dict[bool, int] | None, method: str | None, param: float, cast: bool
+    group: list[tuple[int, Entry, float]],
+    limits: dict[bool, int] | None,
+    method: str | None,
+    param: float,
+    cast: bool,
 ) -> tuple[Entry, CombinedLayer, list[str]]:
     notes: list[str] = []
     error = 0.0
@@ -190,7 +197,11 @@ def _sum(
         made = _alone(first, weight, cast)
     elif kinds <= {"lora"} or kinds == {"embedding"}:
         made, error, notes = _pairs(group, limits, method, param, cast)
-    elif kinds <= {"full"} or kinds <= {"norm"} or (kinds <= {"lora", "full", *DELTA_KINDS} and "full" in kinds):
+    elif (
+        kinds <= {"full"}
+        or kinds <= {"norm"}
+        or (kinds <= {"lora", "full", *DELTA_KINDS} and "full" in kinds)
+    ):
         made = _whole(group, cast)
     elif kinds <= {"lora", *DELTA_KINDS}:
         if limits is None:
@@ -200,7 +211,9 @@ def _sum(
             )
         made, error, notes = _deltas(group, limits, method, param, cast)
     else:
-        raise ValueError(f"{name_of(first)} is {' and '.join(sorted(kinds))} in the adapters, which is not combinable")
+        raise ValueError(
+            f"{name_of(first)} is {' and '.join(sorted(kinds))} in the adapters, which is not combinable"
+        )
     made = _with_vectors(made, everything, cast)
     layer = CombinedLayer(first.component, first.path, made.kind, made.rank, indices, error)
     return made, layer, notes
@@ -217,7 +230,11 @@ def _alone(entry: Entry, weight: float, cast: bool) -> Entry:
 
 
 def _pairs(
-    group: list[tuple[int, Entry, float]], limits: dict[bool, int] | None, method: str | None, param: float, cast: bool
+    group: list[tuple[int, Entry, float]],
+    limits: dict[bool, int] | None,
+    method: str | None,
+    param: float,
+    cast: bool,
 ) -> tuple[Entry, float, list[str]]:
     first = group[0][1]
     parts = [(factors_of(e), e.scale * w) for _, e, w in group]
@@ -251,7 +268,13 @@ def _multiplied(up: np.ndarray, down: np.ndarray, c: float) -> tuple[np.ndarray,
 
 
 def _stored(
-    first: Entry, entries: list[Entry], up: np.ndarray, down: np.ndarray, shape: Factors, scale: float, cast: bool
+    first: Entry,
+    entries: list[Entry],
+    up: np.ndarray,
+    down: np.ndarray,
+    shape: Factors,
+    scale: float,
+    cast: bool,
 ) -> tuple[Entry, list[str]]:
     """In the widest of their types."""
     if not cast:
@@ -272,7 +295,11 @@ def _relative_error(exact: tuple[np.ndarray, np.ndarray], made: Entry, shape: Fa
 
 
 def _deltas(
-    group: list[tuple[int, Entry, float]], limits: dict[bool, int], method: str | None, param: float, cast: bool
+    group: list[tuple[int, Entry, float]],
+    limits: dict[bool, int],
+    method: str | None,
+    param: float,
+    cast: bool,
 ) -> tuple[Entry, float, list[str]]:
     first = group[0][1]
     total, shape = _delta_and_shape(group)
@@ -314,7 +341,9 @@ def _whole(group: list[tuple[int, Entry, float]], cast: bool) -> Entry:
         original = first.tensors["diff"]
         total = total.reshape(tuple(original.shape))
         tensors["diff"] = like(total, original) if cast else total.astype(np.float32)
-    return replace(first, kind="full" if "diff" in first.tensors else first.kind, tensors=tensors, alpha=None, scale=1.0)
+    return replace(
+        first, kind="full" if "diff" in first.tensors else first.kind, tensors=tensors, alpha=None, scale=1.0
+    )
 
 
 def _with_vectors(made: Entry, group: list[tuple[int, Entry, float]], cast: bool) -> Entry:

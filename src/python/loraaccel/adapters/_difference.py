@@ -134,7 +134,9 @@ def _compare(pair: tuple[Entry | None, Entry | None]) -> LayerDifference:
         if there:
             x, y = (np.zeros_like(there[0]) if v is None else v for v in parts)
             if x.shape != y.shape:
-                raise ValueError(f"{name_of(some)}: {role} has {x.size} numbers in one adapter and {y.size} in the other")
+                raise ValueError(
+                    f"{name_of(some)}: {role} has {x.size} numbers in one adapter and {y.size} in the other"
+                )
             vectors[role] = float(np.abs(x - y).max(initial=0))
     return LayerDifference(some.component, some.path, *norms, vectors)
 
@@ -186,4 +188,6 @@ def _has_delta(entry: Entry) -> bool:
 
 
 def _unlike(entries: list[Entry], one: tuple[int, ...], two: tuple[int, ...]) -> ValueError:
-    return ValueError(f"{name_of(entries[0])} changes a weight of {one} in one adapter and of {two} in the other")
+    return ValueError(
+        f"{name_of(entries[0])} changes a weight of {one} in one adapter and of {two} in the other"
+    )

@@ -121,7 +121,12 @@ def extract(
     if not pairs:
         raise ValueError(f"{original} and {tuned} have no layer in common to extract an adapter from")
     work = functools.partial(
-        _extract_layer, rank=rank, conv_rank=conv_rank or rank, exact=exact, clamp=clamp_quantile, framework=framework
+        _extract_layer,
+        rank=rank,
+        conv_rank=conv_rank or rank,
+        exact=exact,
+        clamp=clamp_quantile,
+        framework=framework,
     )
     results = each(work, pairs, len(pairs), progress)
     notes = [f"{place.key} is in {original} only" for place in missing]
@@ -132,7 +137,9 @@ def extract(
         notes.append(f"text encoders are left out: none of their numbers changed by more than {largest:.3g}")
         found = [x for x in found if not x[1].component.startswith("text_encoder")]
     if not found:
-        raise ValueError(f"{original} and {tuned} are alike in all {len(pairs)} layers, there is nothing to extract")
+        raise ValueError(
+            f"{original} and {tuned} are alike in all {len(pairs)} layers, there is nothing to extract"
+        )
     notes += [note for _, _, more in found for note in more]
     entries = [entry for entry, _, _ in found]
     spelling = format or ("kohya" if before.base else "peft")
@@ -150,7 +157,9 @@ def _chosen(model: Model, convolutions: bool, pattern: str | None) -> dict[Layer
             raise ValueError(f"layers is {pattern!r}, which is no regular expression: {error}") from error
         chosen = {k: v for k, v in model.layers.items() if wanted.search(k.path) and len(v.shape) in (2, 4)}
         if not chosen:
-            raise ValueError(f"layers is {pattern!r}, which no layer matches, as {next(iter(model.layers), None)}")
+            raise ValueError(
+                f"layers is {pattern!r}, which no layer matches, as {next(iter(model.layers), None)}"
+            )
         return chosen
 
     def usual(layer: Layer, place: Place) -> bool:
@@ -169,7 +178,9 @@ def _weight(place: Place, framework: str) -> np.ndarray:
     there = place.file.keys()
     for ending in SCALES:
         if stem + ending in there:
-            raise ValueError(f"{place.name} is quantised, with {stem + ending} as its scale, expected plain numbers")
+            raise ValueError(
+                f"{place.name} is quantised, with {stem + ending} as its scale, expected plain numbers"
+            )
     array = place.file.get_tensor(place.key)
     floating = array.dtype.is_floating_point if framework == "pt" else array.dtype.kind in "fV"
     if not floating:
@@ -188,7 +199,9 @@ def _extract_layer(
 ) -> tuple[Entry | None, ExtractedLayer, list[str]]:
     layer, old, new = pair
     if old.shape != new.shape:
-        raise ValueError(f"{new.name} has shape {list(new.shape)}, and {old.name} {list(old.shape)}, expected one shape")
+        raise ValueError(
+            f"{new.name} has shape {list(new.shape)}, and {old.name} {list(old.shape)}, expected one shape"
+        )
     difference = _weight(new, framework) - _weight(old, framework)
     shape = difference.shape
     matrix = difference.reshape(shape[0], -1)

@@ -50,7 +50,9 @@ CHECKPOINTS = {
 USUAL = re.compile(
     r"\.transformer_blocks\.|\.proj_(in|out)$|^(double|single|joint)_blocks\.|\.self_attn\.|\.mlp\.|^encoder\.block\."
 )
-OF_BLOCKS = re.compile(r"\.(in_layers|out_layers|emb_layers)\.\d+$|\.skip_connection$|\.op$|^output_blocks\.\d+\.\d+\.conv$")
+OF_BLOCKS = re.compile(
+    r"\.(in_layers|out_layers|emb_layers)\.\d+$|\.skip_connection$|\.op$|^output_blocks\.\d+\.\d+\.conv$"
+)
 NOT_USUAL = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b|norm|\bln_", re.IGNORECASE)
 
 
@@ -112,7 +114,9 @@ def open_model(path: str | os.PathLike[str], base: str | None, framework: str) -
         raise ValueError(f"base is {base!r}, expected one of {', '.join(_core.adapter_bases())}")
     if not base:
         stems = [(t, t.key.removesuffix(".weight")) for t in tensors if t.key.endswith(".weight")]
-        return Model("", {Layer("model", stem): Place(t.file, t.path, t.key, 0, 0, t.shape) for t, stem in stems})
+        return Model(
+            "", {Layer("model", stem): Place(t.file, t.path, t.key, 0, 0, t.shape) for t, stem in stems}
+        )
     return Model(base, _layers(tensors, base))
 
 
@@ -145,7 +149,9 @@ def _layers(tensors: list[_Tensor], base: str) -> dict[Layer, Place]:
     for t in tensors:
         stem = t.key.removesuffix(".weight") if t.key.endswith(".weight") else t.key
         possible = [t.component] if t.component in components else sorted(components)
-        ways = [(component, pieces) for component in possible if (pieces := _pieces(names, component, stem, t))]
+        ways = [
+            (component, pieces) for component in possible if (pieces := _pieces(names, component, stem, t))
+        ]
         if len(ways) > 1:  # two text encoders that spell alike: then the one of this width
             ways = [way for way in ways if sum(piece[3] for piece in way[1]) == t.shape[0]]
         for component, pieces in ways:
@@ -158,7 +164,10 @@ def _layers(tensors: list[_Tensor], base: str) -> dict[Layer, Place]:
 
 
 def _pieces(
-    names: dict[tuple[str, str], dict[str, list[tuple[str, int, int, int, int]]]], component: str, stem: str, t: _Tensor
+    names: dict[tuple[str, str], dict[str, list[tuple[str, int, int, int, int]]]],
+    component: str,
+    stem: str,
+    t: _Tensor,
 ) -> list[tuple[str, int, int, int, int]]:
     if len(t.shape) < 2:
         return []

@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 
 
 def both_names(name: str) -> tuple[str, str]:
-    """"--new-rank" as sd-scripts spells it, too."""
+    """ "--new-rank" as sd-scripts spells it, too."""
     return name, "--" + name[2:].replace("-", "_")
 
 
@@ -23,7 +23,9 @@ def result_options(command: Any) -> Any:
     """--format, --dtype or --save_precision, --json."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
-        click.option("--base", default=None, help="Base model, where names fit several: sd15, sd2, sdxl, flux ..."),
+        click.option(
+            "--base", default=None, help="Base model, where names fit several: sd15, sd2, sdxl, flux ..."
+        ),
         click.option("--to", "to", default=None, help="Format of the result: kohya, peft, diffusers ..."),
         click.option("--dtype", default=None, help="Floating-point tensors as this type: F32, F16, BF16 ..."),
         click.option(
@@ -63,7 +65,9 @@ def bar(title: str) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, count: progress.update(task, completed=done, total=count)
 

@@ -14,7 +14,13 @@ from loraaccel.cli.merge import _with_strength
 )
 @click.argument("target", type=click.Path())
 @click.option(
-    "-a", "--adapter", "adapters", multiple=True, required=True, metavar="PATH[=WEIGHT]", help="May be repeated."
+    "-a",
+    "--adapter",
+    "adapters",
+    multiple=True,
+    required=True,
+    metavar="PATH[=WEIGHT]",
+    help="May be repeated.",
 )
 @click.option(
     *both_names("--new-rank"),

@@ -8,10 +8,16 @@ from loraaccel.cli._adapter_errors import one_sentence
 from loraaccel.cli._tools import bar, both_names, known_format, one_of, result_options, result_type, show
 
 
-@click.command(epilog="Example:  loraaccel extract base.safetensors tuned.safetensors lora.safetensors --dim 32")
+@click.command(
+    epilog="Example:  loraaccel extract base.safetensors tuned.safetensors lora.safetensors --dim 32"
+)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[ORIGINAL TUNED TARGET]")
-@click.option(*both_names("--model-org"), default=None, type=click.Path(), help="ORIGINAL in sd-scripts' words.")
-@click.option(*both_names("--model-tuned"), default=None, type=click.Path(), help="TUNED in sd-scripts' words.")
+@click.option(
+    *both_names("--model-org"), default=None, type=click.Path(), help="ORIGINAL in sd-scripts' words."
+)
+@click.option(
+    *both_names("--model-tuned"), default=None, type=click.Path(), help="TUNED in sd-scripts' words."
+)
 @click.option(*both_names("--save-to"), default=None, type=click.Path(), help="TARGET in sd-scripts' words.")
 @click.option("--dim", "--rank", "rank", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option(
@@ -31,7 +37,9 @@ from loraaccel.cli._tools import bar, both_names, known_format, one_of, result_o
     show_default=True,
     help="Leave out text encoders that changed by no more; sd-scripts has 0.01.",
 )
-@click.option("--layers", default=None, metavar="REGEX", help="Other layers than the usual ones, by their paths.")
+@click.option(
+    "--layers", default=None, metavar="REGEX", help="Other layers than the usual ones, by their paths."
+)
 @click.option("--allow-unmatched", is_flag=True, help="Leave out layers that TUNED has not, and go on.")
 @click.option("--sdxl", is_flag=True, hidden=True, expose_value=False)
 @click.option("--v2", is_flag=True, hidden=True, expose_value=False)
