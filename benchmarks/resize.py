@@ -5,12 +5,11 @@
     python benchmarks/resize.py --file             # a file of all layers, from reading to the written result, ours only
 
 Rivals, in torch on all cores: the product B A and its full SVD (`torch.linalg.svd`, full matrices), which is what
-sd-scripts' resize_lora.py up to 0.10 calls for every layer; and `torch.svd_lowrank` of the product with q the new rank
-and two iterations, which is approximate. Ours is exact. Medians of interleaved rounds for each shape; ratios are medians
-of the ratio within a round: rival time / ours, above 1 ours is faster. The last line weights shapes by how often the
-U-Net has them. Ours works on several layers of a shape at once, as it does on a file, and its time is divided by their
-number. Results: README.md.
-"""
+sd-scripts' resize_lora.py up to 0.10 calls for every layer; and `torch.svd_lowrank` of the product with q the new
+rank and two iterations, which is approximate. Ours is exact. Medians of interleaved rounds for each shape; ratios are
+medians of the ratio within a round: rival time / ours, above 1 ours is faster. The last line weights shapes by how
+often the U-Net has them. Ours works on several layers of a shape at once, as it does on a file, and its time is
+divided by their number. Results: README.md."""
 
 from __future__ import annotations
 

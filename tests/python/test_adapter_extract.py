@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from adapter_files import best, off
+
 from loraaccel import adapters
 from loraaccel.adapters._models import CHECKPOINTS
 from loraaccel.safetensors.numpy import load_file, save_file
@@ -310,7 +310,7 @@ def test_models_that_do_not_fit_are_named(tmp_path: Path) -> None:
         {"layers": "nothing"},
         {"rank": 0},
     ):
-        with pytest.raises(ValueError, match="expected|regular|no layer"):
+        with pytest.raises(ValueError, match=r"expected|regular|no layer"):
             adapters.extract(before, after, **options)  # type: ignore[arg-type]
     report = adapters.extract(before, after, rank=4, layers=r"^layers\.1\.")
     assert [layer.path for layer in report.layers] == ["layers.1.q"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from adapter_files import (
     CONV,
     CROSS_K,
@@ -24,6 +23,7 @@ from adapter_files import (
     update,
     write,
 )
+
 from loraaccel import adapters
 from loraaccel.safetensors.numpy import load_file, save_file
 from loraaccel.safetensors.torch import load_file as load_torch

@@ -6,9 +6,8 @@ combined, compared, and extracted from two models.
         print(entry.component, entry.path, entry.kind, entry.rank, entry.scale, entry.scale_text)
     save(adapter, "style-diffusers.safetensors", format="diffusers")
 
-Names are looked up in tables that the native core carries; a key that no table knows is an error that lists it. Needs no
-torch: tensors are torch's where torch is installed, else numpy's.
-"""
+Names are looked up in tables that the native core carries; a key that no table knows is an error that lists it. Needs
+no torch: tensors are torch's where torch is installed, else numpy's."""
 
 from __future__ import annotations
 

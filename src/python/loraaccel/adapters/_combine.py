@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -85,14 +84,15 @@ def combine(
 ) -> Combined:
     """One adapter whose update of every layer is the weighted sum of theirs; written to ``target`` where it is given.
 
-    Factors are stacked, B = [c1 B1, c2 B2 ...] and A = [A1; A2 ...] with c = weight * scale, so that the sum is exact, and
-    the rank is the sum of the ranks. Where all c are equal no number changes and c is the factor; else the factor is 1 and
-    c is in B and, as a power of two, in A. With ``rank`` (and ``conv_rank``, ``method``, ``param`` as of ``resize``) the sum is
-    then approximated, and ``CombinedLayer.error`` says how well. Layers of one adapter only are in the sum as well.
+    Factors are stacked, B = [c1 B1, c2 B2 ...] and A = [A1; A2 ...] with c = weight * scale, so that the sum is
+    exact, and the rank is the sum of the ranks. Where all c are equal no number changes and c is the factor; else the
+    factor is 1 and c is in B and, as a power of two, in A. With ``rank`` (and ``conv_rank``, ``method``, ``param`` as
+    of ``resize``) the sum is then approximated, and ``CombinedLayer.error`` says how well. Layers of one adapter only
+    are in the sum as well.
 
-    Whole differences and norms are added. LoHa and LoKr have no exact sum with others: an error without ``rank``. Layers
-    with a magnitude (DoRA), and of kinds that multiply, are no sums: an error, but for one adapter with weight 1.
-    ``format``: the first adapter's. ``dtype``: each layer's own.
+    Whole differences and norms are added. LoHa and LoKr have no exact sum with others: an error without ``rank``.
+    Layers with a magnitude (DoRA), and of kinds that multiply, are no sums: an error, but for one adapter with weight
+    1. ``format``: the first adapter's. ``dtype``: each layer's own.
 
     Raises ValueError naming the layer; the target is then what it was."""
     limits = _limits(rank, conv_rank)
@@ -145,8 +145,8 @@ def _limits(rank: int | None, conv_rank: int | None) -> dict[bool, int] | None:
 
 def _alike(
     sources: list[tuple[int, Adapter, float]],
-    format: str,
-    modules: Iterable[str],  # noqa: A002
+    spelling: str,
+    modules: Iterable[str],
 ) -> list[tuple[int, Adapter, float]]:
     """Adapters whose entries divide the layers into the same rows: where they do not, in the target's spelling."""
     divisions: dict[tuple[str, str], set[Any]] = {}
@@ -158,7 +158,7 @@ def _alike(
             divisions.setdefault(layer, set()).add(tuple(sorted(rows)))
     if all(len(ways) == 1 for ways in divisions.values()):
         return sources
-    return [(i, respelled(adapter, format, modules), w) for i, adapter, w in sources]
+    return [(i, respelled(adapter, spelling, modules), w) for i, adapter, w in sources]
 
 
 def respelled(adapter: Adapter, format: str, modules: Iterable[str] = ()) -> Adapter:  # noqa: A002

@@ -91,8 +91,8 @@ def diff(
     """Compares what two adapters, of any formats, kinds and ranks, add to every layer's weight.
 
     Pairs of factors are compared through QR decompositions, without making the updates: the distance of equal updates
-    with other factors comes out as about 1e-15 of their norm. Magnitudes (DoRA) and biases are compared as vectors; kinds
-    without an update of their own (IA3, OFT, GLoRA, whole weights) are named in the notes.
+    with other factors comes out as about 1e-15 of their norm. Magnitudes (DoRA) and biases are compared as vectors;
+    kinds without an update of their own (IA3, OFT, GLoRA, whole weights) are named in the notes.
 
     Raises ValueError for adapters of different base models, and for layers whose updates have different shapes."""
     first, second = opened(a, base, modules), opened(b, base, modules)

@@ -11,7 +11,7 @@ import numpy as np
 
 from loraaccel.adapters._arrays import default_framework
 from loraaccel.adapters._entry import Adapter, Entry
-from loraaccel.adapters._factors import like, lost, numbers
+from loraaccel.adapters._factors import numbers
 from loraaccel.adapters._models import NOT_USUAL, OF_BLOCKS, USUAL, Layer, Model, Place, open_model
 from loraaccel.adapters._ranks import check_rank, choose_rank
 from loraaccel.adapters._resize import Path, written_to
@@ -86,20 +86,21 @@ def extract(
 ) -> Extracted:
     """A LoRA of what ``tuned`` has more than ``original``; written to ``target`` where it is given.
 
-    The models are .safetensors files or folders of them (shards, diffusers pipelines), of any floating-point types, read a
-    layer at a time. Layers: those that sd-scripts trains, attention and feed-forward layers, and with ``conv_rank`` the
-    others of the U-Net's blocks, with that rank for windows above 1x1; of models without a name table all matrices but
-    embeddings, norms and heads. ``layers``, a regular expression over the native paths, chooses others. No layer gets more
-    rank than its difference has. alpha is the rank; B and A are of one size, sqrt(S) in each.
+    The models are .safetensors files or folders of them (shards, diffusers pipelines), of any floating-point types,
+    read a layer at a time. Layers: those that sd-scripts trains, attention and feed-forward layers, and with
+    ``conv_rank`` the others of the U-Net's blocks, with that rank for windows above 1x1; of models without a name
+    table all matrices but embeddings, norms and heads. ``layers``, a regular expression over the native paths,
+    chooses others. No layer gets more rank than its difference has. alpha is the rank; B and A are of one size,
+    sqrt(S) in each.
 
-    Differences whose shorter side is above 512 are decomposed by random combinations of columns, a fixed seed,
-    or with ``exact`` exactly; ``ExtractedLayer.error`` is what is left out, measured. ``clamp_quantile`` (0.99 in sd-scripts)
-    clamps U S and V^T to that quantile of their numbers; the error says what that costs. Text encoders are left out
-    where no number of theirs changed by more than ``min_diff`` (0.01 in sd-scripts). ``format``: "kohya", or "peft" for
-    models without a table. ``dtype``: F32.
+    Differences whose shorter side is above 512 are decomposed by random combinations of columns, a fixed seed, or
+    with ``exact`` exactly; ``ExtractedLayer.error`` is what is left out, measured. ``clamp_quantile`` (0.99 in
+    sd-scripts) clamps U S and V^T to that quantile of their numbers; the error says what that costs. Text encoders
+    are left out where no number of theirs changed by more than ``min_diff`` (0.01 in sd-scripts). ``format``:
+    "kohya", or "peft" for models without a table. ``dtype``: F32.
 
-    Raises ValueError naming the tensor: numbers that are not finite, shapes that differ, layers that one of the models has
-    not (``allow_unmatched`` goes on without them), quantised weights; the target is then what it was."""
+    Raises ValueError naming the tensor: numbers that are not finite, shapes that differ, layers that one of the
+    models has not (``allow_unmatched`` goes on without them), quantised weights; the target is then what it was."""
     rank = check_rank("rank", rank)
     if conv_rank is not None:
         check_rank("conv_rank", conv_rank)

@@ -105,8 +105,8 @@ class _Tensor:
 
 
 def open_model(path: str | os.PathLike[str], base: str | None, framework: str) -> Model:
-    """A .safetensors file, or a folder of them (shards, a diffusers pipeline). ``base``: its name table, "" for none, None
-    to find it out. OSError and SafetensorError as of ``safe_open``; ValueError for a folder without files."""
+    """A .safetensors file, or a folder of them (shards, a diffusers pipeline). ``base``: its name table, "" for none,
+    None to find it out. OSError and SafetensorError as of ``safe_open``; ValueError for a folder without files."""
     tensors = list(_tensors(Path(path), framework))
     if base is None:
         base = _recognise(tensors)

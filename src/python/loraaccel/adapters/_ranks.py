@@ -1,8 +1,8 @@
 """How many singular values are kept: a number, or the dynamic methods of sd-scripts' resize_lora.
 
-Its rules are kept with their habits, so that the ranks are the same: a dynamic method keeps one more than it finds, and
-every weight of four dimensions, 1x1 convolutions too, has the rank of convolutions. Other than there, no more is kept than
-there is: neither than min(m, n) nor than the singular values that are not numerically zero."""
+Its rules are kept with their habits, so that the ranks are the same: a dynamic method keeps one more than it finds,
+and every weight of four dimensions, 1x1 convolutions too, has the rank of convolutions. Other than there, no more is
+kept than there is: neither than min(m, n) nor than the singular values that are not numerically zero."""
 
 from __future__ import annotations
 

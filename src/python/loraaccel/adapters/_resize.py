@@ -83,16 +83,16 @@ def resize(
     """The best approximation of every layer's update with another rank; written to ``target`` where it is given.
 
     ``rank``: of matrices, or the most where ``method`` chooses. ``conv_rank``: of weights with four dimensions, 1x1
-    convolutions too; default ``rank``. ``method``: "sv_ratio", "sv_fro" or "sv_cumulative" with ``param``, as in sd-scripts'
-    resize_lora, whose ranks these are. No layer gets more than its update has; the factor of the update (alpha / rank)
-    stays, B becomes U S and A becomes V^T.
+    convolutions too; default ``rank``. ``method``: "sv_ratio", "sv_fro" or "sv_cumulative" with ``param``, as in
+    sd-scripts' resize_lora, whose ranks these are. No layer gets more than its update has; the factor of the update
+    (alpha / rank) stays, B becomes U S and A becomes V^T.
 
-    Tucker's cores are multiplied into A. A magnitude (DoRA) stays. LoHa and LoKr layers are an error, or with ``rebuild``
-    become LoRA; whole differences, norms and other kinds stay as they are. ``format`` and ``dtype``: those of the source
-    where not given.
+    Tucker's cores are multiplied into A. A magnitude (DoRA) stays. LoHa and LoKr layers are an error, or with
+    ``rebuild`` become LoRA; whole differences, norms and other kinds stay as they are. ``format`` and ``dtype``:
+    those of the source where not given.
 
-    Raises ValueError naming the layer for numbers that are not finite, and as ``load`` and ``save`` do; the target is then
-    what it was."""
+    Raises ValueError naming the layer for numbers that are not finite, and as ``load`` and ``save`` do; the target is
+    then what it was."""
     rank = check_rank("rank", rank)
     conv_rank = rank if conv_rank is None else check_rank("conv_rank", conv_rank)
     param = check_method(method, param)
@@ -142,15 +142,15 @@ def refuse_deltas(adapter: Adapter, rebuild: bool) -> None:
     others = [e for e in adapter.entries if e.kind in DELTA_KINDS]
     if others and not rebuild:
         raise ValueError(
-            f"{name_of(others[0])} and {len(others) - 1} other layers are {others[0].kind}, which has no rank to change; "
-            "rebuild makes LoRA of their updates"
+            f"{name_of(others[0])} and {len(others) - 1} other layers are {others[0].kind}, which has no rank to "
+            "change; rebuild makes LoRA of their updates"
         )
 
 
 def dense_factors(entry: Entry) -> tuple[np.ndarray, Factors]:
     """The update of a LoHa or LoKr layer without its factor, [out, columns], and the shapes that factors of it have."""
     delta = entry.delta()
-    window = (delta.shape[1],)
+    window: tuple[int, ...] = (delta.shape[1],)
     wide = any(getattr(t, "ndim", 0) == 4 for t in entry.tensors.values())
     if wide:
         window = window_of(entry, delta.shape[1])

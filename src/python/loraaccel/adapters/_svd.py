@@ -1,13 +1,13 @@
 """Singular value decompositions of updates, in numpy.
 
-Letters: M [m, n] the update, B [m, r] and A [r, n] its factors with M = B A, S the singular values in descending order,
-k of them kept. All results are a pair (U S [m, k], V^T [k, n]) in float64, whose product is the best approximation of rank k.
+Letters: M [m, n] the update, B [m, r] and A [r, n] its factors with M = B A, S the singular values in descending
+order, k of them kept. All results are a pair (U S [m, k], V^T [k, n]) in float64, whose product is the best
+approximation of rank k.
 
-The products B^T B and A A^T are made in float64, in which squaring float32 numbers loses nothing: singular values are right
-to about 1e-8 of the largest, a tenth of what LAPACK's float32 SVD of M leaves, and only matrices of r x r are decomposed.
-numpy rather than torch: measured on r = 128 its float64 products take half the time of torch's, its symmetric
-eigenproblems the same, and it is the smaller dependency.
-"""
+The products B^T B and A A^T are made in float64, in which squaring float32 numbers loses nothing: singular values are
+right to about 1e-8 of the largest, a tenth of what LAPACK's float32 SVD of M leaves, and only matrices of r x r are
+decomposed. numpy rather than torch: measured on r = 128 its float64 products take half the time of torch's, its
+symmetric eigenproblems the same, and it is the smaller dependency."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def matrix_svd(matrix: np.ndarray, keep: Keep) -> tuple[np.ndarray, Pair]:
 
 
 def random_svd(matrix: np.ndarray, k: int, seed: int = 0) -> tuple[np.ndarray, Pair]:
-    """The first k singular values and directions of M in float32, nearly: a basis of random combinations of its columns,
-    k and some more, multiplied by M M^T several times (Halko, Martinsson and Tropp 2011, algorithms 4.4 and 5.1)."""
+    """The first k singular values and directions of M in float32, nearly: a basis of random combinations of its
+    columns, k and some more, multiplied by M M^T several times (Halko, Martinsson and Tropp 2011, algorithms 4.4 and
+    5.1)."""
     m, n = matrix.shape
     if n < m:
         values, (left, right) = random_svd(matrix.T, k, seed)

@@ -25,8 +25,9 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[int]:
-    """Workers, with BLAS on one thread in each of them. BLAS loses more than it wins where it divides matrices of a few
-    hundred rows among threads: twice the time on two cores. Without threadpoolctl, which tells it, there is one worker."""
+    """Workers, with BLAS on one thread in each of them. BLAS loses more than it wins where it divides matrices of a
+    few hundred rows among threads: twice the time on two cores. Without threadpoolctl, which tells it, there is one
+    worker."""
     if importlib.util.find_spec("threadpoolctl") is None or cores() == 1:
         yield 1
         return

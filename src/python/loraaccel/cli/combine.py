@@ -51,8 +51,8 @@ def combine(
 ) -> None:
     """Write TARGET, one adapter that does what several do together: the weighted sum of their updates.
 
-    The sum is exact, of the adapters' ranks together, unless --new-rank approximates it; the error is then said. A failed
-    run leaves TARGET as it was."""
+    The sum is exact, of the adapters' ranks together, unless --new-rank approximates it; the error is then said. A
+    failed run leaves TARGET as it was."""
     from loraaccel import adapters as tools
 
     known_format(to)

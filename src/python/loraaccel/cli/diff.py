@@ -23,8 +23,8 @@ def diff(first: str, second: str, base: str | None, verbose: bool, as_json: bool
     with one_sentence(), bar("comparing") as progress:
         report = adapters.diff(first, second, base=base, progress=progress)
     lines = [
-        f"{len(report.layers)} layers: the updates differ by {report.relative:.3g} of their norm, {report.largest:.3g} in "
-        "the layer that differs most"
+        f"{len(report.layers)} layers: the updates differ by {report.relative:.3g} of their norm, "
+        f"{report.largest:.3g} in the layer that differs most"
     ]
     layers = report.layers if verbose else sorted(report.layers, key=lambda x: -x.relative)[:SHOWN]
     for layer in layers:

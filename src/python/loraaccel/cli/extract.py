@@ -67,7 +67,8 @@ def extract(
 ) -> None:
     """Write TARGET, a LoRA of what the model TUNED has more than ORIGINAL.
 
-    Models are .safetensors files or folders of them. A layer at a time is in memory. A failed run leaves TARGET as it was."""
+    Models are .safetensors files or folders of them. A layer at a time is in memory. A failed run leaves TARGET as it
+    was."""
     from loraaccel import adapters
 
     if len(paths) not in (0, 3):
@@ -96,13 +97,14 @@ def extract(
             progress=progress,
         )
     lines = [
-        f"{len(report.layers)} layers of {report.adapter.base or 'a model without a table'}, {len(report.same)} are alike; "
-        f"written: {', '.join(report.paths)}",
+        f"{len(report.layers)} layers of {report.adapter.base or 'a model without a table'}, {len(report.same)} are "
+        f"alike; written: {', '.join(report.paths)}",
         f"  left out by the rank: {report.error:.2%} of the difference's norm",
     ]
     for layer in report.layers if verbose else []:
         how = "exact" if layer.exact else "randomised"
         lines.append(
-            f"  {layer.component}.{layer.path}: rank {layer.rank}, norm {layer.norm:.4g}, error {layer.error:.2%} ({how})"
+            f"  {layer.component}.{layer.path}: rank {layer.rank}, norm {layer.norm:.4g}, error {layer.error:.2%} "
+            f"({how})"
         )
     show(report.as_dict(), as_json, lines)

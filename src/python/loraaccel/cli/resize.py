@@ -52,8 +52,8 @@ def resize(
 ) -> None:
     """Write the adapter SOURCE with another rank as TARGET: the best approximation of each layer's update.
 
-    Options have sd-scripts' names as well, so that a script for its resize_lora.py needs only another program. The type of
-    the numbers stays unless it is given. A failed run leaves TARGET as it was."""
+    Options have sd-scripts' names as well, so that a script for its resize_lora.py needs only another program. The
+    type of the numbers stays unless it is given. A failed run leaves TARGET as it was."""
     from loraaccel import adapters
 
     if model is not None and save_to is None and source is not None and target is None:
@@ -86,11 +86,11 @@ def resize(
         f"{ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''}; written: {', '.join(report.paths)}",
         f"  Frobenius norm retained: {sum(retained) / len(retained):.2%} on average, {min(retained):.2%} at least",
     ]
-    for layer in report.layers if verbose else []:
-        lines.append(
-            f"  {layer.component}.{layer.path}: rank {layer.old_rank} -> {layer.new_rank}, alpha {layer.alpha:.6g}, "
-            f"sum(S) retained {layer.sum_retained:.1%}, fro retained {layer.fro_retained:.1%}, "
-            f"max(S) ratio {layer.max_ratio:.1f}"
-        )
+    lines += [
+        f"  {layer.component}.{layer.path}: rank {layer.old_rank} -> {layer.new_rank}, alpha {layer.alpha:.6g}, "
+        f"sum(S) retained {layer.sum_retained:.1%}, fro retained {layer.fro_retained:.1%}, "
+        f"max(S) ratio {layer.max_ratio:.1f}"
+        for layer in (report.layers if verbose else [])
+    ]
     lines += [f"  as it was: {name}" for name in report.kept]
     show(report.as_dict(), as_json, lines)
