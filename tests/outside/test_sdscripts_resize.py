@@ -1,4 +1,4 @@
-"""Our resize against a checkout's networks/resize_lora.py, run as its users run it: ranks, alphas, updates, metadata."""
+"""Our resize against a checkout's networks/resize_lora.py, as its users run it: ranks, alphas, updates, metadata."""
 
 from __future__ import annotations
 

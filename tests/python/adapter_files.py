@@ -1,83 +1,47 @@
-"""Small adapters in kohya's spelling, of SDXL's layers at a tenth of their sizes, and their updates by hand."""
+"""Adapters for tests: tensors by key, with numbers that tell layers and rows apart."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from loraaccel import adapters
-from loraaccel.safetensors.numpy import save_file
-
-BLOCK = "lora_unet_input_blocks_4_1_transformer_blocks_0_"
-NATIVE = "input_blocks.4.1.transformer_blocks.0."
-TO_Q, TO_K, TO_V = (BLOCK + f"attn1_to_{x}" for x in "qkv")
-CROSS_K = BLOCK + "attn2_to_k"
-CONV = "lora_unet_input_blocks_4_0_in_layers_2"  # 3x3
-SHORTCUT = "lora_unet_input_blocks_4_0_skip_connection"  # 1x1
-SHAPES = {
-    TO_Q: (64, 64),
-    TO_K: (64, 64),
-    TO_V: (64, 64),
-    CROSS_K: (64, 204),
-    CONV: (64, 32, 3, 3),
-    SHORTCUT: (64, 32, 1, 1),
-}
-PATHS = {
-    TO_Q: NATIVE + "attn1.to_q",
-    TO_K: NATIVE + "attn1.to_k",
-    TO_V: NATIVE + "attn1.to_v",
-    CROSS_K: NATIVE + "attn2.to_k",
-    CONV: "input_blocks.4.0.in_layers.2",
-    SHORTCUT: "input_blocks.4.0.skip_connection",
-}
-
-Tensors = dict[str, np.ndarray]
+from loraaccel.adapters import Adapter
 
 
-def pair(
-    rng: np.random.Generator, name: str, rank: int, alpha: float | None = None, dtype: str = "float32"
-) -> Tensors:
-    """Factors with singular values that fall, as trained ones have."""
-    out, *window = SHAPES[name]
-    fall = np.geomspace(1, 0.02, rank)
-    down = rng.standard_normal((rank, *window)) * 0.1
-    up = rng.standard_normal((out, rank)) * fall * 0.1
-    tensors = {
-        f"{name}.lora_down.weight": down.astype(dtype),
-        f"{name}.lora_up.weight": up.reshape(out, rank, *[1] * (len(window) - 1)).astype(dtype),
-    }
-    if alpha is not None:
-        tensors[f"{name}.alpha"] = np.asarray(alpha, dtype)
-    return tensors
+def numbers(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Multiples of 1/8 up to 2: sums and products of a few of them are exact."""
+    return (torch.randint(-16, 17, shape, generator=generator).double() / 8).to(dtype)
 
 
-def update(tensors: Tensors, name: str) -> np.ndarray:
-    """alpha / r * B A in float64, [out, all columns]; without alpha B A."""
-    down = tensors[f"{name}.lora_down.weight"].astype(np.float64)
-    up = tensors[f"{name}.lora_up.weight"].astype(np.float64)
-    rank = down.shape[0]
-    alpha = tensors.get(f"{name}.alpha")
-    scale = 1.0 if alpha is None else float(alpha) / rank
-    return scale * up.reshape(up.shape[0], rank) @ down.reshape(rank, -1)
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def write(path: Path, *parts: Tensors, metadata: dict[str, str] | None = None) -> Path:
-    save_file({k: v for part in parts for k, v in part.items()}, path, metadata)
-    return path
+def native_deltas(adapter: Adapter) -> dict[tuple[str, str], np.ndarray]:
+    """What the adapter adds to every layer of the original checkpoint, in float64."""
+    found: dict[tuple[str, str], np.ndarray] = {}
+    for entry in adapter.entries:
+        delta = entry.delta()
+        whole = found.setdefault(
+            (entry.component, entry.path), np.zeros((entry.native_rows or len(delta), delta.shape[1]))
+        )
+        for row, native_row, rows in entry.rows or [(0, 0, len(delta))]:
+            whole[native_row : native_row + rows] += delta[row : row + rows]
+    return found
 
 
-def deltas(path: Path | adapters.Adapter) -> dict[str, np.ndarray]:
-    """By native path, as the core computes them."""
-    adapter = path if isinstance(path, adapters.Adapter) else adapters.load(path, base="sdxl")
-    return {entry.path: entry.delta() for entry in adapter.entries}
+def assert_same_deltas(first: Adapter, second: Adapter, tolerance: float = 0.0) -> None:
+    a, b = native_deltas(first), native_deltas(second)
+    assert set(a) == set(b)
+    for key, value in a.items():
+        assert np.abs(value - b[key]).max() <= tolerance * np.abs(value).max(), key
 
 
-def best(matrix: np.ndarray, rank: int) -> np.ndarray:
-    u, s, v = np.linalg.svd(matrix, full_matrices=False)
-    return (u[:, :rank] * s[:rank]) @ v[:rank]
-
-
-def off(found: np.ndarray, expected: np.ndarray) -> float:
-    norm = np.linalg.norm(expected)
-    return float(np.linalg.norm(found - expected) / norm) if norm > 0 else float(np.linalg.norm(found))
+def assert_same_tensors(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Keys, types, shapes and bytes."""
+    assert set(first) == set(second)
+    for key, tensor in first.items():
+        assert tensor.dtype == second[key].dtype and tensor.shape == second[key].shape, key
+        assert torch.equal(tensor, second[key]), key

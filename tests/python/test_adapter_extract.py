@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_files import best, off
+from small_adapters import best, off
 
 from loraaccel import adapters
 from loraaccel.adapters._models import CHECKPOINTS

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_files import (
+from small_adapters import (
     CONV,
     CROSS_K,
     PATHS,

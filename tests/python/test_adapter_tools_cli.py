@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapter_files import CONV, PATHS, TO_K, TO_Q, best, deltas, off, pair, update, write
 from click.testing import CliRunner, Result
+from small_adapters import CONV, PATHS, TO_K, TO_Q, best, deltas, off, pair, update, write
 
 from loraaccel.cli import main
 from loraaccel.safetensors.numpy import load_file, save_file

@@ -36,7 +36,7 @@ Status read_formats(std::string_view text, Formats* formats) {
   formats->by_length = formats->endings;
   const auto key = [](const KeyEnding& e) {
     const bool any = e.text.find('*') != std::string::npos;
-    return std::pair<bool, int64_t>(any, -static_cast<int64_t>(e.text.size()));
+    return std::pair<int, int64_t>(e.bare() ? 2 : any ? 1 : 0, -static_cast<int64_t>(e.text.size()));
   };
   std::stable_sort(formats->by_length.begin(), formats->by_length.end(),
                    [&](const KeyEnding& a, const KeyEnding& b) { return key(a) < key(b); });

@@ -21,12 +21,15 @@ struct KeyEnding {
   AdapterRole role = AdapterRole::kDown;
   std::string style;
   std::string text;  // may have one component "*"
+
+  // Any model's own tensors end so.
+  bool bare() const { return text == ".weight" || text == ".bias" || text == ".base_layer.weight"; }
 };
 
 struct Formats {
   std::vector<AdapterFormat> formats;
   std::vector<KeyEnding> endings;   // as in the file
-  std::vector<KeyEnding> by_length;  // the longest first, those with "*" after those without
+  std::vector<KeyEnding> by_length;  // the longest first; those with "*" after those without, bare ones last
 
   const AdapterFormat* find(std::string_view name) const;
   // The ending that files of this style get; null where it has no place for the role.

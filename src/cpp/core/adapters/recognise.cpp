@@ -59,8 +59,7 @@ bool place_key(const Guess& guess, const AdapterTensor& tensor, KeyPlace* place,
     if (!stem_of(tensor.key, ending, &stem)) continue;
     *usual = ending.style == guess.format->style;
     // ".weight" and ".bias" are endings only where the format has them
-    const bool bare = ending.text == ".weight" || ending.text == ".bias" || ending.text == ".base_layer.weight";
-    if (bare && !*usual) continue;
+    if (ending.bare() && !*usual) continue;
     for (size_t c = 0; c < table.components.size(); ++c) {
       if (guess.component >= 0 && static_cast<size_t>(guess.component) != c) continue;
       for (const Spelling& spelling : table.components[c].spellings) {
@@ -132,11 +131,22 @@ constexpr std::array kFlatPrefixes = {"lora_unet_", "lora_transformer_", "lora_t
 
 bool dotted_style(const std::string& style) { return style == "peft" || style == "comfy" || style == "old"; }
 
+// "x.lora_A.a.b" is no layer's path: it is left of a key with more after ".lora_A" than an adapter's name.
+bool inside_adapter(std::string_view path) {
+  for (const KeyEnding& ending : adapter_format_table().endings) {
+    const size_t star = ending.text.find('*');
+    if (star != std::string::npos && path.find(std::string_view(ending.text).substr(0, star)) != std::string_view::npos)
+      return true;
+  }
+  return false;
+}
+
 // Keys that spell their layer's path in full need no table.
 void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options, KeyPlaces* places) {
   const std::string& component = options.component.empty() ? source.component : options.component;
   for (size_t i = 0; i < source.tensors.size(); ++i) {
     KeyPlace& place = places->places[i];
+    if (!place.path.empty()) continue;
     for (const KeyEnding& ending : adapter_format_table().by_length) {
       std::string_view stem;
       if (!dotted_style(ending.style) || !stem_of(source.tensors[i].key, ending, &stem)) continue;
@@ -144,7 +154,7 @@ void place_dotted(const AdapterSource& source, const ReadAdapterOptions& options
         if (!stem.starts_with(prefix.text) || stem.size() == std::string_view(prefix.text).size()) continue;
         // Whole weights belong to PEFT's files only: elsewhere anything ends so.
         const bool whole = ending.role == AdapterRole::kWeight || ending.role == AdapterRole::kBias;
-        if (whole && std::string_view(prefix.format) != "peft") break;
+        if (whole && (std::string_view(prefix.format) != "peft" || inside_adapter(stem))) break;
         place.role = ending.role;
         place.path = stem.substr(std::string_view(prefix.text).size());
         place.name = prefix.component;

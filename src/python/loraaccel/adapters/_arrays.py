@@ -7,7 +7,9 @@ from typing import Any
 
 from loraaccel.safetensors._framework import buffer_at, framework
 
-Described = dict[str, Any]  # role, key, dtype, shape, address, bytes, owner: a tensor as the core describes it
+Described = dict[
+    str, Any
+]  # role, key, dtype, shape, address, bytes, owner: a tensor as the core describes it
 
 
 def default_framework() -> str:
@@ -45,5 +47,7 @@ def described_array(role: str, key: str, array: Any) -> Described:
     return _described(role, key, names[str(values.dtype)], values.shape, address, values)
 
 
-def _described(role: str, key: str, dtype: str, shape: tuple[int, ...], address: int, owner: Any) -> Described:
+def _described(
+    role: str, key: str, dtype: str, shape: tuple[int, ...], address: int, owner: Any
+) -> Described:
     return {"role": role, "key": key, "dtype": dtype, "shape": shape, "address": address, "owner": owner}

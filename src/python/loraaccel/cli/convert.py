@@ -7,15 +7,23 @@ import click
 from loraaccel.cli._adapter_errors import one_sentence
 
 
-@click.command(epilog="Example:  loraaccel convert style.safetensors style-diffusers.safetensors --to diffusers")
+@click.command(
+    epilog="Example:  loraaccel convert style.safetensors style-diffusers.safetensors --to diffusers"
+)
 @click.argument("source", type=click.Path(exists=True))
 @click.argument("target", type=click.Path())
-@click.option("--to", "to", required=True, help="kohya, peft, diffusers, comfy, ai-toolkit, onetrainer, lycoris ...")
-@click.option("--base", default=None, help="Base model, where names fit several: sd15, sd2, sdxl, flux, sd3 ...")
+@click.option(
+    "--to", "to", required=True, help="kohya, peft, diffusers, comfy, ai-toolkit, onetrainer, lycoris ..."
+)
+@click.option(
+    "--base", default=None, help="Base model, where names fit several: sd15, sd2, sdxl, flux, sd3 ..."
+)
 @click.option("--component", default=None, help="Component of a PEFT folder: unet, text_encoder_2 ...")
 @click.option("--dtype", default=None, help="Floating-point tensors as this type: F32, F16, BF16 ...")
 @click.option("--fold-alpha", is_flag=True, help="Multiply the factors into the weights.")
-@click.option("--rescue", is_flag=True, help="With --dtype F16: keep small numbers by powers of two from alpha.")
+@click.option(
+    "--rescue", is_flag=True, help="With --dtype F16: keep small numbers by powers of two from alpha."
+)
 @click.option("--allow-unmatched", is_flag=True, help="Leave out tensors that match no layer, and go on.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def convert(
@@ -64,7 +72,9 @@ def convert(
         }
         click.echo(json.dumps(report, indent=2))
         return
-    click.echo(f"{source}: {adapter.format}, {adapter.base or 'no table'}; written: {', '.join(written.paths)}")
+    click.echo(
+        f"{source}: {adapter.format}, {adapter.base or 'no table'}; written: {', '.join(written.paths)}"
+    )
     for key in adapter.unused:
         click.echo(f"  left out: {key}")
     for note in written.notes:

@@ -11,7 +11,9 @@ METADATA_WIDTH = 100
 
 @click.command(epilog="Example:  loraaccel info style.safetensors")
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--base", default=None, help="Base model, where names fit several: sd15, sd2, sdxl, flux, sd3 ...")
+@click.option(
+    "--base", default=None, help="Base model, where names fit several: sd15, sd2, sdxl, flux, sd3 ..."
+)
 @click.option("--layers", is_flag=True, help="A line for each layer: rank, factor and why, norm.")
 @click.option("--no-norms", is_flag=True, help="Leave out the norms of the updates, which read every number.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
@@ -47,6 +49,8 @@ def info(path: str, base: str | None, layers: bool, no_norms: bool, as_json: boo
         click.echo(f"  {name}: {value if len(value) <= METADATA_WIDTH else value[:METADATA_WIDTH] + ' ...'}")
     for layer in found.layers if layers else []:
         norm = "" if layer["norm"] is None else f", norm {layer['norm']:.4g}"
-        click.echo(f"  {layer['component']}.{layer['path']}: {layer['kind']}, rank {layer['rank']}{norm}: {layer['scale_text']}")
+        click.echo(
+            f"  {layer['component']}.{layer['path']}: {layer['kind']}, rank {layer['rank']}{norm}: {layer['scale_text']}"
+        )
     for problem in found.problems:
         click.echo(f"  problem: {problem}")

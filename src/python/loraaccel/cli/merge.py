@@ -13,10 +13,20 @@ from loraaccel.cli._adapter_errors import one_sentence
 @click.argument("base", type=click.Path(exists=True))
 @click.argument("target", type=click.Path())
 @click.option(
-    "-a", "--adapter", "adapters", multiple=True, required=True, metavar="PATH[=STRENGTH]", help="May be repeated."
+    "-a",
+    "--adapter",
+    "adapters",
+    multiple=True,
+    required=True,
+    metavar="PATH[=STRENGTH]",
+    help="May be repeated.",
 )
-@click.option("--dtype", default=None, help="Floating-point tensors of the result as this type: F32, F16, BF16 ...")
-@click.option("--keep", type=click.Path(), default=None, help="File for the original bytes, for `loraaccel unmerge`.")
+@click.option(
+    "--dtype", default=None, help="Floating-point tensors of the result as this type: F32, F16, BF16 ..."
+)
+@click.option(
+    "--keep", type=click.Path(), default=None, help="File for the original bytes, for `loraaccel unmerge`."
+)
 @click.option("--allow-unmatched", is_flag=True, help="Leave out what matches no layer, and go on.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def merge(
@@ -57,7 +67,7 @@ def merge(
 
 
 def _with_strength(text: str) -> tuple[str, float]:
-    """"path=0.5"; a path may have "=" in it."""
+    """ "path=0.5"; a path may have "=" in it."""
     path, equals, number = text.rpartition("=")
     if equals:
         try:
