@@ -237,6 +237,21 @@ def test_vm5_loha_and_lokr_are_refused_or_rebuilt(tmp_path: Path, kind: str) -> 
         assert off(mine[path], best(delta, 4)) < 3e-7
 
 
+def test_a_rebuilt_convolution_has_its_window(tmp_path: Path) -> None:
+    """LoHa of a convolution without a core does not say that it is one; the name table does."""
+    rng = np.random.default_rng(6)
+    shapes = {"hada_w1_a": (64, 2), "hada_w1_b": (2, 288), "hada_w2_a": (64, 2), "hada_w2_b": (2, 288)}
+    tensors = {
+        f"{CONV}.{role}": rng.standard_normal(shape).astype(np.float32) for role, shape in shapes.items()
+    }
+    source = write(tmp_path / "a.safetensors", tensors, pair(rng, TO_Q, 4))
+    adapters.resize(source, tmp_path / "b.safetensors", 4, conv_rank=3, rebuild=True, base="sdxl")
+    written = load_file(tmp_path / "b.safetensors")
+    assert written[f"{CONV}.lora_down.weight"].shape == (3, 32, 3, 3)
+    assert written[f"{CONV}.lora_up.weight"].shape == (64, 3, 1, 1)
+    assert off(update(written, CONV), best(deltas(source)[PATHS[CONV]], 3)) < 3e-7
+
+
 def test_tuckers_core_is_multiplied_in(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     tensors = {

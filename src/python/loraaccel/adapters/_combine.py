@@ -121,7 +121,9 @@ def combine(
     for i, adapter, weight in sources:
         for entry in adapter.entries:
             groups.setdefault(entry.key, []).append((i, entry, weight))
-    work = functools.partial(_sum, limits=limits, method=method, param=param, cast=dtype is None)
+    work = functools.partial(
+        _sum, base=first.base, limits=limits, method=method, param=param, cast=dtype is None
+    )
     results = each(work, groups.values(), len(groups), progress)
     entries = [entry for entry, _, _ in results]
     metadata = first.metadata
@@ -176,6 +178,7 @@ def respelled(adapter: Adapter, format: str, modules: Iterable[str] = ()) -> Ada
 
 def _sum(
     group: list[tuple[int, Entry, float]],
+    base: str,
     limits: dict[bool, int] | None,
     method: str | None,
     param: float,
@@ -209,7 +212,7 @@ def _sum(
                 f"{name_of(first)} is {' and '.join(sorted(kinds))} in the adapters, whose sum has no exact form; "
                 "a rank makes LoRA of it"
             )
-        made, error, notes = _deltas(group, limits, method, param, cast)
+        made, error, notes = _deltas(group, base, limits, method, param, cast)
     else:
         raise ValueError(
             f"{name_of(first)} is {' and '.join(sorted(kinds))} in the adapters, which is not combinable"
@@ -296,13 +299,14 @@ def _relative_error(exact: tuple[np.ndarray, np.ndarray], made: Entry, shape: Fa
 
 def _deltas(
     group: list[tuple[int, Entry, float]],
+    base: str,
     limits: dict[bool, int],
     method: str | None,
     param: float,
     cast: bool,
 ) -> tuple[Entry, float, list[str]]:
     first = group[0][1]
-    total, shape = _delta_and_shape(group)
+    total, shape = _delta_and_shape(group, base)
     keep = functools.partial(choose_rank, limit=limits[shape.wide], method=method, param=param)
     _, pair = matrix_svd(total, keep)
     made, notes = _stored(first, [e for _, e, _ in group], *balanced(pair), shape, 1.0, cast)
@@ -311,7 +315,7 @@ def _deltas(
     return made, error, notes
 
 
-def _delta_and_shape(group: list[tuple[int, Entry, float]]) -> tuple[np.ndarray, Factors]:
+def _delta_and_shape(group: list[tuple[int, Entry, float]], base: str) -> tuple[np.ndarray, Factors]:
     total: Any = 0.0
     shape = None
     for i, entry, weight in group:
@@ -323,7 +327,7 @@ def _delta_and_shape(group: list[tuple[int, Entry, float]]) -> tuple[np.ndarray,
         if not np.isfinite(delta).all():
             raise ValueError(f"{name_of(entry)} holds a NaN or an infinity, expected finite numbers")
         total = total + weight * delta
-        own = factors_of(entry) if entry.kind == "lora" else dense_factors(entry)[1]
+        own = factors_of(entry) if entry.kind == "lora" else dense_factors(entry, base)[1]
         shape = own if shape is None or own.wide else shape
     assert shape is not None
     return total, shape

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from loraaccel import _core
 from loraaccel.adapters import _metadata
 from loraaccel.adapters._entry import Adapter, Entry
 from loraaccel.adapters._factors import (
@@ -27,6 +28,7 @@ from loraaccel.adapters._workers import Progress, each
 
 Path = str | os.PathLike[str]
 DELTA_KINDS = ("loha", "lokr")
+WINDOWS = {"conv1": (1, 1), "conv2": (2, 2), "conv3": (3, 3)}
 
 
 @dataclass
@@ -105,7 +107,13 @@ def resize(
             f"{_title(source)} has no pair of factors to resize, only layers of kind {', '.join(kinds)}"
         )
     work = functools.partial(
-        _resize_entry, rank=rank, conv_rank=conv_rank, method=method, param=param, cast=dtype is None
+        _resize_entry,
+        base=adapter.base,
+        rank=rank,
+        conv_rank=conv_rank,
+        method=method,
+        param=param,
+        cast=dtype is None,
     )
     done = {id(e): result for e, result in zip(pairs, each(work, pairs, len(pairs), progress), strict=True)}
     entries = [done[id(e)][0] if id(e) in done else e for e in adapter.entries]
@@ -147,27 +155,30 @@ def refuse_deltas(adapter: Adapter, rebuild: bool) -> None:
         )
 
 
-def dense_factors(entry: Entry) -> tuple[np.ndarray, Factors]:
-    """The update of a LoHa or LoKr layer without its factor, [out, columns], and the shapes that factors of it have."""
+def dense_factors(entry: Entry, base: str) -> tuple[np.ndarray, Factors]:
+    """The update of a LoHa or LoKr layer, its factor included, [out, columns], and the shapes that factors of it have."""
     delta = entry.delta()
-    window: tuple[int, ...] = (delta.shape[1],)
-    wide = any(getattr(t, "ndim", 0) == 4 for t in entry.tensors.values())
-    if wide:
-        window = window_of(entry, delta.shape[1])
-    return delta, Factors(delta, delta, window, wide)
+    window = _window(entry, base)
+    if not window:
+        return delta, Factors(delta, delta, (delta.shape[1],), False)
+    return delta, Factors(delta, delta, (delta.shape[1] // (window[0] * window[1]), *window), True)
 
 
-def window_of(entry: Entry, columns: int) -> tuple[int, ...]:
-    """(in, k, k) of a convolution whose kernel is one of the tensors of four dimensions."""
-    kernel = next(
-        t for role, t in entry.tensors.items() if getattr(t, "ndim", 0) == 4 and role != "dora_scale"
-    )
-    k = tuple(int(size) for size in kernel.shape[2:])
-    return (columns // (k[0] * k[1]), *k)
+def _window(entry: Entry, base: str) -> tuple[int, ...]:
+    """(k, k) of a convolution: of a tensor of four dimensions, else what the name table says of the layer; () of others."""
+    for role, tensor in entry.tensors.items():
+        if getattr(tensor, "ndim", 0) == 4 and role != "dora_scale":
+            return tuple(int(size) for size in tensor.shape[2:])
+    return WINDOWS.get(_kinds(base).get((entry.component, entry.path), ""), ())
+
+
+@functools.cache
+def _kinds(base: str) -> dict[tuple[str, str], str]:
+    return {(name[0], name[1]): name[2] for name in _core.adapter_names(base)} if base else {}
 
 
 def _resize_entry(
-    entry: Entry, rank: int, conv_rank: int, method: str | None, param: float, cast: bool
+    entry: Entry, base: str, rank: int, conv_rank: int, method: str | None, param: float, cast: bool
 ) -> tuple[Entry, ResizedLayer, list[str]]:
     limits = {True: conv_rank, False: rank}
     name = name_of(entry)
@@ -178,7 +189,7 @@ def _resize_entry(
             keep = functools.partial(choose_rank, limit=limits[shape.wide], method=method, param=param)
             values, (up, down) = product_svd(shape.up, shape.down, keep)
         else:
-            matrix, shape = dense_factors(entry)
+            matrix, shape = dense_factors(entry, base)
             if not np.isfinite(matrix).all():
                 raise ValueError(f"{name} holds a NaN or an infinity, expected finite numbers")
             scale = 1.0
