@@ -156,7 +156,8 @@ def refuse_deltas(adapter: Adapter, rebuild: bool) -> None:
 
 
 def dense_factors(entry: Entry, base: str) -> tuple[np.ndarray, Factors]:
-    """The update of a LoHa or LoKr layer, its factor included, [out, columns], and the shapes that factors of it have."""
+    """The update of a LoHa or LoKr layer, its factor included, [out, columns], and the shapes that factors of it
+    have."""
     delta = entry.delta()
     window = _window(entry, base)
     if not window:
@@ -165,7 +166,8 @@ def dense_factors(entry: Entry, base: str) -> tuple[np.ndarray, Factors]:
 
 
 def _window(entry: Entry, base: str) -> tuple[int, ...]:
-    """(k, k) of a convolution: of a tensor of four dimensions, else what the name table says of the layer; () of others."""
+    """(k, k) of a convolution: of a tensor of four dimensions, else what the name table says of the layer; () of
+    others."""
     for role, tensor in entry.tensors.items():
         if getattr(tensor, "ndim", 0) == 4 and role != "dora_scale":
             return tuple(int(size) for size in tensor.shape[2:])
