@@ -59,8 +59,9 @@ void kohya_shapes(SpelledEntry* s) {
   const size_t dims = down == nullptr ? 2 : down->shape.size();
   for (AdapterTensor& t : s->entry.tensors) {
     if (t.role != Role::kDoraScale || t.shape.size() > 1) continue;
+    const int64_t count = t.numel();
     t.shape.assign(dims, 1);
-    t.shape[0] = t.numel();
+    t.shape[0] = count;
   }
 }
 
