@@ -18,6 +18,10 @@ COMMANDS = {
     "convert": ("loraaccel.cli.convert", "Write an adapter in another tool's format."),
     "merge": ("loraaccel.cli.merge", "Merge adapters into a base model."),
     "unmerge": ("loraaccel.cli.unmerge", "Take a merge back, byte for byte."),
+    "extract": ("loraaccel.cli.extract", "Make an adapter of the difference of two models."),
+    "resize": ("loraaccel.cli.resize", "Write an adapter with another rank."),
+    "combine": ("loraaccel.cli.combine", "Make one adapter of several."),
+    "diff": ("loraaccel.cli.diff", "Compare two adapters by what they do to the weights."),
     "tune": ("loraaccel.cli.tune", "Measure once which kernels are faster here, ours or torch's."),
     "config": ("loraaccel.cli.config", "Print paths for compilers and CMake."),
 }
