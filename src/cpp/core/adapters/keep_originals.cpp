@@ -8,6 +8,7 @@
 #include <memory>
 #include <set>
 
+#include "adapters/staged_files.h"
 #include "checkpoint/file_ops.h"
 #include "checkpoint/output_file.h"
 #include "checkpoint/safetensors_header.h"
@@ -152,6 +153,9 @@ Status unmerge_adapters(const std::string& merged_path, const std::string& kept_
   MergeReport local;
   if (report == nullptr) report = &local;
   *report = MergeReport();
+  if (same_place(kept_path, target))
+    return Status(StatusCode::kInvalidArgument,
+                  target + " is the kept file, expected another place for the model");
   SafetensorsReader merged;
   SafetensorsReader kept;
   LORAACCEL_RETURN_IF_ERROR(SafetensorsReader::open(merged_path, &merged));

@@ -1,7 +1,10 @@
 // Base models in, merged ones out, a tensor at a time.
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <system_error>
 
 #include "adapters/keep_originals.h"
@@ -174,6 +177,44 @@ class BaseTensors {
   BaseTensor* last_ = nullptr;
 };
 
+// Every shard that an index of the folder names is there, and in the folder.
+Status check_index(const std::string& path) {
+  constexpr size_t kLimit = size_t{64} << 20;
+  std::string text;
+  LORAACCEL_RETURN_IF_ERROR(read_text_file(path, kLimit, &text));
+  const nlohmann::json index = nlohmann::json::parse(text, nullptr, false);
+  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
+    return Status(StatusCode::kMalformedFile,
+                  path + " is no index of shards: expected an object with weight_map");
+  std::set<std::string> shards;
+  for (const auto& [tensor, shard] : index["weight_map"].items()) {
+    if (!shard.is_string() || shard.get_ref<const std::string&>().find('/') != std::string::npos)
+      return Status(StatusCode::kMalformedFile,
+                    path + ": weight_map of " + tensor + " is no file name of its folder");
+    shards.insert(shard.get<std::string>());
+  }
+  for (const std::string& shard : shards) {
+    if (!file_exists(join_path(parent_of(path), shard)))
+      return Status(StatusCode::kFileError, path + " names " + shard + ", which is not there",
+                    ENOENT);
+  }
+  return Status();
+}
+
+// The files that are written must be none of those that are read, apart from a model that is merged in place.
+Status check_places(const BaseModel& model, const std::string& target, const std::string& keep) {
+  if (keep.empty()) return Status();
+  for (const BaseFile& file : model.files) {
+    if (same_place(keep, file.source))
+      return Status(StatusCode::kInvalidArgument,
+                    keep + " is the base model, expected another place for what is kept of it");
+  }
+  if (same_place(keep, target))
+    return Status(StatusCode::kInvalidArgument,
+                  keep + " is the merged model's own place, expected another for what is kept");
+  return Status();
+}
+
 Status merge_file(const BaseFile& file, const std::string& path, const MergeOptions& options,
                   const ExecContext& ctx, const std::string& identity, MergeReport* report) {
   BaseTensors tensors(file, ctx, report);
@@ -222,6 +263,10 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
     return Status(
         StatusCode::kInvalidArgument,
         options.keep + ": original bytes are kept of models of one file, without another dtype");
+  LORAACCEL_RETURN_IF_ERROR(check_places(model, target, options.keep));
+  for (const auto& [from, to] : model.others) {
+    if (from.ends_with(".safetensors.index.json")) LORAACCEL_RETURN_IF_ERROR(check_index(from));
+  }
   for (BaseFile& file : model.files) {
     LORAACCEL_RETURN_IF_ERROR(SafetensorsReader::open(file.source, &file.reader));
     LORAACCEL_RETURN_IF_ERROR(plan.plan(file.reader, file.component, &file.work));

@@ -8,7 +8,12 @@
 
 namespace loraaccel {
 
-// Files are written beside their targets, under other names, and moved at the end; what was not moved is removed.
+// Two names of one file or folder, whether it is there or not.
+bool same_place(const std::string& a, const std::string& b);
+
+// Files are written beside their targets, under other names, and moved at the end; what was not moved is removed, and
+// where a move fails those before it are taken back. What a process that was killed has left, the next one for the
+// same target removes.
 class StagedFiles {
  public:
   StagedFiles() = default;
@@ -16,7 +21,7 @@ class StagedFiles {
   StagedFiles& operator=(const StagedFiles&) = delete;
   ~StagedFiles();
 
-  // Where to write the file that is to be `target`; makes its folder.
+  // Where to write the file that is to be `target`; makes its folder. kFileError (EBUSY) while another process does.
   Status place(const std::string& target, std::string* path);
   Status copy(const std::string& source, const std::string& target);
   Status commit(std::vector<std::string>* paths);
@@ -25,7 +30,11 @@ class StagedFiles {
   struct File {
     std::string target;
     std::string path;
+    int lock;  // of an empty file beside it
+    bool moved = false;
+    bool had_old = false;  // under old_name(target), until all are moved
   };
+  static void take_back(const File& file);
   std::vector<File> files_;
   std::vector<std::string> folders_;  // made by us, innermost last
 };

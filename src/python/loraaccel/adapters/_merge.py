@@ -54,10 +54,15 @@ def merge(
 
     Raises ValueError for layers that the base model has not (``allow_unmatched`` goes on), shapes that do not fit,
     quantised weights and numbers that are not finite, OSError for files; the target is then what it was."""
+    pairs = list(_pairs(adapters))
     opened = [
         (a if isinstance(a, Adapter) else load(a, allow_unmatched=allow_unmatched), strength * s)
-        for a, s in _pairs(adapters)
+        for a, s in pairs
     ]
+    for path in [os.fspath(a) for a, _ in pairs if not isinstance(a, Adapter)]:
+        for place, what in ((target, "merged model"), (keep, "kept bytes")):
+            if place is not None and os.path.exists(place) and os.path.samefile(path, place):
+                raise ValueError(f"{os.fspath(place)} is an adapter, expected another place for the {what}")
     report = _core.adapter_merge(
         os.fspath(base),
         [(adapter._described(), s) for adapter, s in opened],
