@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import adapter_files
 import numpy as np
@@ -259,3 +260,25 @@ def test_a_broken_configuration_names_its_file(tmp_path):
         (folder / "adapter_config.json").write_text(text)
         with pytest.raises(ValueError, match=r"adapter_config\.json"):
             adapters.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "layer"),
+    [
+        ("sd15", "unet.down_blokcs.0.attentions.0.transformer_blocks.0.attn1.to_q"),
+        ("flux", "transformer.single_transformer_blocks.99.attn.to_q"),
+        ("flux", "diffusion_model.double_blocks.77.img_attn.qkv"),
+        ("sdxl", "unet.up_blocks.3.attentions.0.transformer_blocks.0.attn1.to_q"),  # SD 1.5's
+    ],
+)
+def test_vk5_names_that_the_table_of_the_given_base_lacks_are_unknown(base: str, layer: str) -> None:
+    """Dotted names need no table, unless the caller says whose they are."""
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(4, 8),
+        f"{layer}.lora_B.weight": torch.ones(24, 4),
+    }
+    assert len(adapters.load(tensors).entries) == 1
+    with pytest.raises(ValueError, match=re.escape(layer)):
+        adapters.load(tensors, base=base)
+    with pytest.raises(ValueError, match="none of its 2 tensors"):
+        adapters.load(tensors, base=base, allow_unmatched=True)

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from small_adapters import CONV, PATHS, TO_K, TO_Q, best, deltas, off, pair, update, write
 
+from loraaccel import adapters
 from loraaccel.cli import main
 from loraaccel.safetensors.numpy import load_file, save_file
 
@@ -92,7 +93,7 @@ def test_extract_and_diff(tmp_path: Path) -> None:
         "extract", tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "out", "--dim", 3
     )
     assert result.exit_code == 0, result.output
-    (delta,) = deltas(tmp_path / "out").values()
+    (delta,) = deltas(adapters.load(tmp_path / "out")).values()
     assert off(delta, change) < 1e-5
     names = ("--model_org", tmp_path / "a.safetensors", "--model_tuned", tmp_path / "b.safetensors")
     result = call("extract", *names, "--save_to", tmp_path / "two", "--dim", 2, "--conv_dim", 2, "--json")

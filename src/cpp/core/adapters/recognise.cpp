@@ -241,7 +241,8 @@ Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& opt
   const auto total = static_cast<int64_t>(source.tensors.size());
   if (best == nullptr ||
       (options.base.empty() && best->known < least_known(*best->format, total))) {
-    place_dotted(source, options, places);
+    // (Of a model that the caller names, keys that its table lacks are unknown.)
+    if (options.base.empty()) place_dotted(source, options, places);
     return Status();
   }
   places->table = best->table;
