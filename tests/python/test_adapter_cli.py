@@ -60,6 +60,29 @@ def test_info_says_what_the_file_is(files):
     assert "0.5 = 2 / 4, the file's alpha / rank" in text
 
 
+def test_info_of_what_is_no_adapter(files):
+    """A model, the bytes that a merge keeps, nothing, something else; a file of an adapter that is broken stays one."""
+    said = json.loads(call("info", files / "base.safetensors", "--json"))
+    assert (said["what"], said["base"], said["tensors"], said["numbers"]) == ("base model", "sd15", 1, 102400)
+    assert said["dtypes"] == {"F16": 102400}
+    assert "no adapter, but base model (sd15)" in call("info", files / "base.safetensors")
+    call(
+        "merge", files / "base.safetensors", files / "m", "-a", files / "a.safetensors", "--keep", files / "k"
+    )
+    assert json.loads(call("info", files / "k", "--json"))["what"] == "bytes kept by a merge"
+    assert json.loads(call("info", files / "m", "--json"))["what"] == "base model"
+    safetensors.torch.save_file({"emb_params": torch.zeros(3, 5)}, files / "emb.safetensors", {"who": "me"})
+    said = json.loads(call("info", files / "emb.safetensors", "--json"))
+    assert (said["what"], said["metadata"]) == ("tensors of no known model", {"who": "me"})
+    assert "who: me" in call("info", files / "emb.safetensors")
+    (files / "empty.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert json.loads(call("info", files / "empty.safetensors", "--json"))["what"] == "no tensors"
+    safetensors.torch.save_file({"x.lora_what.weight": torch.zeros(3, 5)}, files / "odd.safetensors")
+    assert "none of its 1 tensors" in call("info", files / "odd.safetensors", code=1)
+    (files / "text").write_text("root:x:0:0:root:/root:/bin/bash\n" * 4)
+    assert "no safetensors file" in call("info", files / "text", code=1)
+
+
 def test_info_lists_keys_that_match_nothing(files):
     tensors = safetensors.torch.load_file(files / "a.safetensors")
     safetensors.torch.save_file(
@@ -101,7 +124,6 @@ def test_merge_and_unmerge(files):
         (["convert", "base.safetensors", "x.safetensors", "--to", "kohya"], 1, "none of its 1 tensors"),
         (["merge", "a.safetensors", "x.safetensors", "-a", "a.safetensors"], 1, "none of the layers"),
         (["unmerge", "base.safetensors", "a.safetensors", "x.safetensors"], 1, "was not kept by a merge"),
-        (["info", "base.safetensors"], 1, "none of its 1 tensors"),
     ],
 )
 def test_mistakes_are_one_sentence_and_leave_nothing(arguments, code, words, files, monkeypatch):

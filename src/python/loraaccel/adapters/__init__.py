@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loraaccel.adapters._entry import Adapter, Entry
 from loraaccel.adapters._files import Written, bases, convert, formats, load, save
-from loraaccel.adapters._info import Summary, summary
+from loraaccel.adapters._info import FileSummary, Summary, file_summary, summary
 from loraaccel.adapters._merge import Merged, Unmerged, merge, unmerge
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "Difference",
     "Entry",
     "Extracted",
+    "FileSummary",
     "Merged",
     "Resized",
     "Summary",
@@ -54,6 +55,7 @@ __all__ = [
     "convert",
     "diff",
     "extract",
+    "file_summary",
     "formats",
     "load",
     "merge",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from loraaccel import _core
+from loraaccel.adapters import _models
 from loraaccel.adapters._files import _read_options
 
 NAMES_IN_PROBLEM = 5
@@ -63,6 +66,48 @@ def summary(path: str | os.PathLike[str], *, base: str | None = None, norms: boo
         problems=[*_problems(described["unused"], layers), *described["notes"]],
         layers=layers,
     )
+
+
+# In keys of adapters, of kinds that are read and of others.
+_ADAPTERS_OWN = re.compile(r"lora[_.]|hada_|lokr_|oft_|dora_scale|\.alpha$|\.diff(_b)?$")
+_KEPT_HEADER = "__loraaccel_header__"  # keep_originals.h
+
+
+@dataclass
+class FileSummary:
+    """A safetensors file, or a folder of them, that is no adapter."""
+
+    path: str
+    what: str
+    """"base model", "bytes kept by a merge", "no tensors" or "tensors of no known model"."""
+    base: str
+    """Of a base model: sd15, sdxl ..."""
+    tensors: int
+    numbers: int
+    dtypes: dict[str, int]
+    """Numbers of each type."""
+    metadata: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def file_summary(path: str | os.PathLike[str]) -> FileSummary | None:
+    """What else than an adapter the file is; None where its keys are an adapter's. Reads headers only."""
+    root = Path(path)
+    tensors = list(_models.tensors_of(root, "np"))
+    keys = [t.key for t in tensors]
+    if any(_ADAPTERS_OWN.search(key) for key in keys):
+        return None
+    base = _models.recognise(tensors)
+    what = "base model" if base else "tensors of no known model" if keys else "no tensors"
+    if _KEPT_HEADER in keys:
+        what, base = "bytes kept by a merge", ""
+    dtypes: Counter[str] = Counter()
+    for t in tensors:
+        dtypes[t.file.get_slice(t.key).get_dtype()] += math.prod(t.shape)
+    metadata = {} if root.is_dir() else dict(_models.metadata_of(root))
+    return FileSummary(os.fspath(path), what, base, len(keys), sum(dtypes.values()), dict(dtypes), metadata)
 
 
 def _layer(entry: dict[str, Any]) -> dict[str, Any]:

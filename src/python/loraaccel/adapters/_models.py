@@ -107,9 +107,9 @@ class _Tensor:
 def open_model(path: str | os.PathLike[str], base: str | None, framework: str) -> Model:
     """A .safetensors file, or a folder of them (shards, a diffusers pipeline). ``base``: its name table, "" for none,
     None to find it out. OSError and SafetensorError as of ``safe_open``; ValueError for a folder without files."""
-    tensors = list(_tensors(Path(path), framework))
+    tensors = list(tensors_of(Path(path), framework))
     if base is None:
-        base = _recognise(tensors)
+        base = recognise(tensors)
     elif base and base not in _core.adapter_bases():
         raise ValueError(f"base is {base!r}, expected one of {', '.join(_core.adapter_bases())}")
     if not base:
@@ -120,7 +120,7 @@ def open_model(path: str | os.PathLike[str], base: str | None, framework: str) -
     return Model(base, _layers(tensors, base))
 
 
-def _tensors(root: Path, framework: str) -> Iterable[_Tensor]:
+def tensors_of(root: Path, framework: str) -> Iterable[_Tensor]:
     files = [root] if not root.is_dir() else sorted(root.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"{root} is a folder without a .safetensors file, expected a base model")
@@ -129,6 +129,11 @@ def _tensors(root: Path, framework: str) -> Iterable[_Tensor]:
         file = safe_open(path, framework)
         for key in file.keys():  # noqa: SIM118  (a method, not a dict)
             yield _Tensor(file, str(path), component, key, tuple(file.get_slice(key).get_shape()))
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "np") as file:
+        return file.metadata() or {}
 
 
 def _names(base: str) -> dict[tuple[str, str], dict[str, list[tuple[str, int, int, int, int]]]]:
@@ -179,7 +184,7 @@ def _pieces(
     return []
 
 
-def _recognise(tensors: list[_Tensor]) -> str:
+def recognise(tensors: list[_Tensor]) -> str:
     """The base with the most layers of the right sizes; "" where none has any."""
     scores: Counter[str] = Counter()
     for base in _core.adapter_bases():

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from loraaccel.cli._adapter_errors import one_sentence
 
+if TYPE_CHECKING:
+    from loraaccel.adapters import FileSummary
+
 METADATA_WIDTH = 100
+
+
+def _say(found: FileSummary) -> None:
+    click.echo(f"{found.path}: no adapter, but {found.what}{f' ({found.base})' if found.base else ''}")
+    types = ", ".join(f"{name} ({count})" for name, count in found.dtypes.items())
+    click.echo(f"  {found.tensors} tensors, {found.numbers} numbers{': ' if types else ''}{types}")
+    _say_metadata(found.metadata)
+
+
+def _say_metadata(metadata: dict[str, str]) -> None:
+    for name, value in metadata.items():
+        click.echo(f"  {name}: {value if len(value) <= METADATA_WIDTH else value[:METADATA_WIDTH] + ' ...'}")
 
 
 @click.command(epilog="Example:  loraaccel info style.safetensors")
@@ -18,13 +35,25 @@ METADATA_WIDTH = 100
 @click.option("--no-norms", is_flag=True, help="Leave out the norms of the updates, which read every number.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def info(path: str, base: str | None, layers: bool, no_norms: bool, as_json: bool) -> None:
-    """Say what an adapter file or folder is: base model, kinds, ranks, factors, norms, hashes, metadata, problems."""
+    """Say what an adapter file or folder is: base model, kinds, ranks, factors, norms, hashes, metadata, problems. Of
+    another safetensors file: what it is instead."""
     import json
 
-    from loraaccel.adapters import Summary, summary
+    from loraaccel.adapters import Summary, file_summary, summary
+    from loraaccel.safetensors import SafetensorError
 
     with one_sentence():
-        found: Summary = summary(path, base=base, norms=not no_norms)
+        try:
+            found: Summary = summary(path, base=base, norms=not no_norms)
+        except SafetensorError:
+            other = file_summary(path)
+            if other is None:
+                raise
+            if as_json:
+                click.echo(json.dumps(other.as_dict(), indent=2))
+            else:
+                _say(other)
+            return
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
         return
@@ -45,8 +74,7 @@ def info(path: str, base: str | None, layers: bool, no_norms: bool, as_json: boo
         claimed = found.metadata.get(name)
         note = "" if claimed in (None, value) else f"  (its metadata says {claimed})"
         click.echo(f"  {name}  {value}{note}")
-    for name, value in found.metadata.items():
-        click.echo(f"  {name}: {value if len(value) <= METADATA_WIDTH else value[:METADATA_WIDTH] + ' ...'}")
+    _say_metadata(found.metadata)
     for layer in found.layers if layers else []:
         norm = "" if layer["norm"] is None else f", norm {layer['norm']:.4g}"
         what = f"{layer['kind']}, rank {layer['rank']}{norm}: {layer['scale_text']}"
