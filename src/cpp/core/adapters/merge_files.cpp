@@ -177,6 +177,13 @@ class BaseTensors {
   BaseTensor* last_ = nullptr;
 };
 
+Status bad_index(std::string text, const char* before, const std::string& name, const char* after,
+                 int error = 0) {
+  text.append(before).append(name).append(after);
+  return Status(error == 0 ? StatusCode::kMalformedFile : StatusCode::kFileError, std::move(text),
+                error);
+}
+
 // Every shard that an index of the folder names is there, and in the folder.
 Status check_index(const std::string& path) {
   constexpr size_t kLimit = size_t{64} << 20;
@@ -189,14 +196,12 @@ Status check_index(const std::string& path) {
   std::set<std::string> shards;
   for (const auto& [tensor, shard] : index["weight_map"].items()) {
     if (!shard.is_string() || shard.get_ref<const std::string&>().find('/') != std::string::npos)
-      return Status(StatusCode::kMalformedFile,
-                    path + ": weight_map of " + tensor + " is no file name of its folder");
+      return bad_index(path, ": weight_map of ", tensor, " is no file name of its folder");
     shards.insert(shard.get<std::string>());
   }
   for (const std::string& shard : shards) {
     if (!file_exists(join_path(parent_of(path), shard)))
-      return Status(StatusCode::kFileError, path + " names " + shard + ", which is not there",
-                    ENOENT);
+      return bad_index(path, " names ", shard, ", which is not there", ENOENT);
   }
   return Status();
 }
