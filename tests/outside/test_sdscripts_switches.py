@@ -41,6 +41,7 @@ def test_network_module(narrow: Trainer) -> None:
     assert ours.said == [
         "lora_conv2d: 32 of 32 layers fused, 640 calls",
         "lora_linear: 172 of 172 layers fused, 3440 calls",
+        "network: saved files, 1 calls",
     ]
     assert saved_file(ours.file)[1]["ss_network_module"] == "networks.lora"
 
