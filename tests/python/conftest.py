@@ -52,11 +52,13 @@ def kernel_calls() -> Callable[[], dict[str, int]]:
 
 
 @pytest.fixture
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers over one input are computed together however small they are."""
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Layers over one input are computed together however small they are; nothing of a group stays behind."""
     from loraaccel.integrations import group_scope
 
     monkeypatch.setattr(group_scope, "MIN_WORK", 0)
+    yield
+    assert group_scope.current.get() is None
 
 
 @pytest.fixture

@@ -167,3 +167,14 @@ def test_without_numpy_one_sentence_says_so(tmp_path: Path, files: tuple[Path, P
     assert done.stdout == (
         "loraaccel.adapters.resize needs numpy, which is not installed: pip install 'loraaccel[tools]'\n"
     )
+
+
+def test_a_path_that_is_there_is_a_path(tmp_path: Path, files: tuple[Path, Path]) -> None:
+    named = tmp_path / "n=0.5"
+    named.write_bytes(files[0].read_bytes())
+    expected = deltas(files[0])
+    for word, weight in ((named, 1.0), (f"{named}=0.25", 0.25), (files[0], 1.0), (f"{files[0]}=-2", -2.0)):
+        result = call("combine", tmp_path / "c.safetensors", "-a", word, "--base", "sdxl")
+        assert result.exit_code == 0, result.output
+        for path, delta in deltas(tmp_path / "c.safetensors").items():
+            assert off(delta, expected[path] * weight) < 1e-6

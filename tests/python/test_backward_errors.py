@@ -198,20 +198,7 @@ def test_auto_goes_on_in_kohyas_modules(
 ) -> None:
     """Their masks are drawn by the host, so that plain torch has them too."""
     form, options, home, operator = FORMS[name]
-    torch.manual_seed(3)
-    layer: Any = nn.Conv2d(8, 130, 3, padding=1) if form == "conv" else nn.Linear(8, 12)
-    if form == "foreign":
-        layer.forward = types.MethodType(
-            lambda self, x: nn.functional.linear(x, self.weight, self.bias), layer
-        )
-    layer.requires_grad_(False)
-    split = [4, 8] if form == "split" else None
-    module = LoRAModule("unet_here", layer, 0.5, 4, 2.0, split_dims=split, **options)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    module.apply_to()
-    shape = (2, 8, size, size) if form == "conv" else (2, size, 8)
-    x = torch.randn(shape)
+    layer, module, x = kohya_layer(form, size, **options)
 
     def run() -> list[Tensor]:
         torch.manual_seed(7)

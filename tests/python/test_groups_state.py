@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,10 +38,7 @@ from loraaccel.integrations import group_scope
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays(small_groups: None) -> Iterator[None]:
-    yield
-    assert group_scope.current.get() is None
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 # ---- checkpoints, threads, copies, compiled code ---------------------------------------------------------------------

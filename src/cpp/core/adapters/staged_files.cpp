@@ -76,11 +76,6 @@ Status StagedFiles::place(const std::string& target, std::string* path) {
     LORAACCEL_RETURN_IF_ERROR(make_folder(missing[i - 1]));
     folders_.push_back(missing[i - 1]);
   }
-  for (const File& file : files_) {
-    if (same_place(file.target, target))
-      return Status(StatusCode::kInvalidArgument,
-                    file.target + " and " + target + " are one file, expected two");
-  }
   int lock = -1;
   LORAACCEL_RETURN_IF_ERROR(take_lock(target, &lock));
   *path = new_name(target);

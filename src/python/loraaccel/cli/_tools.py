@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,29 @@ Progress = Callable[[int, int], None]
 def both_names(name: str) -> tuple[str, str]:
     """ "--new-rank" as sd-scripts spells it, too."""
     return name, "--" + name[2:].replace("-", "_")
+
+
+def adapters_option(number: str) -> Callable[[Any], Any]:
+    return click.option(
+        "-a",
+        "--adapter",
+        "adapters",
+        multiple=True,
+        required=True,
+        metavar=f"PATH[={number}]",
+        help="May be repeated.",
+    )
+
+
+def with_weight(text: str) -> tuple[str, float]:
+    """ "path=0.5"; a path may have "=" in it, and one that is there is a path."""
+    path, equals, number = text.rpartition("=")
+    if equals and not os.path.exists(text):
+        try:
+            return path, float(number)
+        except ValueError:
+            pass  # no number: all of it is the path
+    return text, 1.0
 
 
 def result_options(command: Any) -> Any:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import click
 
 from loraaccel.cli._adapter_errors import one_sentence
-from loraaccel.cli._tools import bar, both_names, known_format, result_options, result_type, show
-from loraaccel.cli.merge import _with_strength
+from loraaccel.cli._tools import (
+    adapters_option,
+    bar,
+    both_names,
+    known_format,
+    result_options,
+    result_type,
+    show,
+    with_weight,
+)
 
 
 @click.command(
     epilog="Example:  loraaccel combine both.safetensors -a style.safetensors=0.7 -a face.safetensors=0.3"
 )
 @click.argument("target", type=click.Path())
-@click.option(
-    "-a",
-    "--adapter",
-    "adapters",
-    multiple=True,
-    required=True,
-    metavar="PATH[=WEIGHT]",
-    help="May be repeated.",
-)
+@adapters_option("WEIGHT")
 @click.option(
     *both_names("--new-rank"),
     type=click.IntRange(min=1),
@@ -63,7 +63,7 @@ def combine(
     dtype = result_type(dtype, save_precision)
     with one_sentence(), bar("combining") as progress:
         report = tools.combine(
-            [_with_strength(text) for text in adapters],
+            [with_weight(text) for text in adapters],
             target,
             rank=new_rank,
             conv_rank=new_conv_rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from loraaccel.cli._adapter_errors import one_sentence
+from loraaccel.cli._tools import known_format
 
 
 @click.command(
@@ -46,8 +47,7 @@ def convert(
 
     from loraaccel import adapters
 
-    if to not in adapters.formats():
-        raise click.UsageError(f"--to is {to!r}, expected one of {', '.join(adapters.formats())}")
+    known_format(to)
     with one_sentence():
         adapter, written = adapters.convert(
             source,

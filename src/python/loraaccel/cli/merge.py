@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from loraaccel.cli._adapter_errors import one_sentence
+from loraaccel.cli._tools import adapters_option, with_weight
 
 
 @click.command(
@@ -12,15 +13,7 @@ from loraaccel.cli._adapter_errors import one_sentence
 )
 @click.argument("base", type=click.Path(exists=True))
 @click.argument("target", type=click.Path())
-@click.option(
-    "-a",
-    "--adapter",
-    "adapters",
-    multiple=True,
-    required=True,
-    metavar="PATH[=STRENGTH]",
-    help="May be repeated.",
-)
+@adapters_option("STRENGTH")
 @click.option(
     "--dtype", default=None, help="Floating-point tensors of the result as this type: F32, F16, BF16 ..."
 )
@@ -50,7 +43,7 @@ def merge(
     with one_sentence():
         report = run(
             base,
-            [_with_strength(text) for text in adapters],
+            [with_weight(text) for text in adapters],
             target,
             dtype=dtype,
             keep=keep,
@@ -64,14 +57,3 @@ def merge(
         click.echo(f"  not in the base model: {layer}")
     for note in report.notes:
         click.echo(f"  note: {note}")
-
-
-def _with_strength(text: str) -> tuple[str, float]:
-    """ "path=0.5"; a path may have "=" in it."""
-    path, equals, number = text.rpartition("=")
-    if equals:
-        try:
-            return path, float(number)
-        except ValueError:
-            pass
-    return text, 1.0

@@ -110,7 +110,6 @@ def run(
     session = sessions.Session("off" if off else mode, factored)
     sessions.launched = session
     if not off:
-        sessions.active = session
         sys.meta_path.insert(0, hooks.ImportHook(session.created, session.applied, session.imported))
     code = 1
     try:

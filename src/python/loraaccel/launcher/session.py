@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 VERIFIED_CALLS = 4  # of each layer; the first with B = 0 shows only the frozen layer
 
 
-active: Session | None = None  # of the launcher, in this process, unless it is switched off
-launched: Session | None = None  # the same, switched off or not
+launched: Session | None = None  # the launcher's, in this process
 
 
 class Layer(NamedTuple):
