@@ -122,7 +122,33 @@ def test_merge_and_unmerge(files):
         (["convert", "a.safetensors", "x.safetensors", "--to", "nothing"], 2, "expected one of kohya, peft"),
         (["convert", "none.safetensors", "x.safetensors", "--to", "kohya"], 2, "does not exist"),
         (["convert", "base.safetensors", "x.safetensors", "--to", "kohya"], 1, "none of its 1 tensors"),
+        (["convert", "a.safetensors", "x.safetensors", "--to", "kohya", "--rescue"], 1, "expected 'F16'"),
+        (
+            ["convert", "a.safetensors", "x.safetensors", "--to", "kohya", "--dtype", "fp16"],
+            1,
+            "no type fp16, expected F64, F32, F16",
+        ),
+        (
+            [
+                "convert",
+                "a.safetensors",
+                "x.safetensors",
+                "--to",
+                "kohya",
+                "--base",
+                "sd15",
+                "--component",
+                "foo",
+            ],
+            1,
+            "sd15 has no component foo, expected one of unet, text_encoder",
+        ),
         (["merge", "a.safetensors", "x.safetensors", "-a", "a.safetensors"], 1, "none of the layers"),
+        (
+            ["merge", "base.safetensors", "x.safetensors", "-a", "a.safetensors", "--dtype", "half"],
+            1,
+            "no type half, expected F64",
+        ),
         (["unmerge", "base.safetensors", "a.safetensors", "x.safetensors"], 1, "was not kept by a merge"),
     ],
 )

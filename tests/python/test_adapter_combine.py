@@ -164,6 +164,19 @@ def test_a_rank_approximates_the_sum_and_says_how_well(tmp_path: Path) -> None:
         assert float(written[f"{name}.alpha"]) == rank
 
 
+def test_the_error_of_a_sum_that_cancels_is_relative_to_its_parts(tmp_path: Path) -> None:
+    first, _, a, _ = two_files(tmp_path)
+    (tmp_path / "again.safetensors").write_bytes(first.read_bytes())
+    report = adapters.combine([(first, 0.7), (tmp_path / "again.safetensors", -0.7)], base="sdxl")
+    assert len(report.layers) == len(report.adapter.entries) == 3
+    for layer, entry in zip(report.layers, report.adapter.entries, strict=True):
+        (name,) = [n for n, p in PATHS.items() if p == layer.path]
+        parts = 0.7 * np.sqrt(2) * np.linalg.norm(update(a, name))
+        assert layer.error == pytest.approx(np.linalg.norm(entry.delta()) / parts, abs=1e-12)
+        assert layer.error < 1e-6
+    assert len([n for n in report.notes if "cancel each other" in n]) == 3
+
+
 def test_whole_differences_norms_and_biases_add_up(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
 
@@ -270,6 +283,10 @@ def test_bad_sums_are_named_and_the_old_file_stays(tmp_path: Path) -> None:
         ([(first, 0.5), (broken, 0.5)], "NaN"),
         ([(first, 1), (other, 1)], "adapter 1 is of sdxl and adapter 2 of flux"),
         ([(first, float("nan"))], "weight of adapter 1 is nan"),
+        (
+            [(first, 1), (second, 1e300)],
+            r"weight of adapter 2 is 1e\+300, expected a number that float32 holds",
+        ),
         ([(first, 0)], "all weights are 0"),
         ([], "no adapter"),
     ):

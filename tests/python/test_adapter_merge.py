@@ -82,7 +82,7 @@ def test_the_merged_weight_is_the_float64_sum_rounded_once(dtype, shape, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
-@pytest.mark.parametrize("cycles", [1, 10, 100])
+@pytest.mark.parametrize("cycles", [1, 10, 100, 1000])
 def test_va1_merging_and_taking_out_gives_the_same_bytes(dtype, cycles, tmp_path):
     base = save(
         tmp_path / "b.safetensors", l__weight=weight(64, 64, dtype=FLOATS[dtype]), other=torch.arange(5)
@@ -496,3 +496,23 @@ def test_a_folder_that_cannot_be_written_is_an_oserror(tmp_path):
     locked.mkdir(mode=0o500)
     with pytest.raises(PermissionError):
         adapters.merge(base, load_plain("a", 8, 8), locked / "m.safetensors")
+
+
+def test_progress_counts_tensors_and_may_end_the_merge(tmp_path):
+    base = save(
+        tmp_path / "b.safetensors", l__weight=weight(8, 8), m__weight=weight(3, 3), other=torch.arange(5)
+    )
+    adapter, target = load_plain("l", 8, 8), tmp_path / "m.safetensors"
+    seen = []
+    adapters.merge(base, adapter, target, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+    before, names = target.read_bytes(), sorted(os.listdir(tmp_path))
+
+    def stop(done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adapters.merge(base, adapter, target, strength=0.5, keep=tmp_path / "k.safetensors", progress=stop)
+    assert target.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == names

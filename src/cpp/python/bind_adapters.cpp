@@ -1,6 +1,8 @@
 // Adapters: loraaccel.adapters makes its objects of what this says, and hands them back to be written.
 #include <pybind11/stl.h>
 
+#include <exception>
+
 #include "bindings.h"
 #include "loraaccel/adapter.h"
 #include "loraaccel/adapter_convert.h"
@@ -72,6 +74,14 @@ T get(const py::dict& d, const char* key) {
   return d[key].cast<T>();
 }
 
+// What files may be written as. (The core knows whether it can.)
+FileDType target_dtype(const std::string& name) {
+  FileDType type = FileDType::kF32;
+  if (parse_file_dtype(name, &type)) return type;
+  throw py::value_error("there is no type " + name +
+                        ", expected F64, F32, F16, BF16, F8_E4M3 or F8_E5M2");
+}
+
 AdapterTensor tensor_from(const py::dict& d) {
   AdapterTensor t;
   const auto role = get<std::string>(d, "role");
@@ -135,11 +145,7 @@ ConvertOptions convert_options(const py::dict& d) {
   options.fold_alpha = get<bool>(d, "fold_alpha");
   options.rescue = get<bool>(d, "rescue");
   const auto dtype = get<std::string>(d, "dtype");
-  FileDType type = FileDType::kF32;
-  if (!dtype.empty()) {
-    if (!parse_file_dtype(dtype, &type)) throw py::value_error("there is no type " + dtype);
-    options.dtype = type;
-  }
+  if (!dtype.empty()) options.dtype = target_dtype(dtype);
   return options;
 }
 
@@ -275,9 +281,29 @@ py::dict describe(const MergeReport& report) {
   return d;
 }
 
+// Tells Python how far a merge is, and lets Ctrl-C end it. `call` may be None.
+struct PythonProgress {
+  py::object call;
+  std::exception_ptr error;
+
+  static Status tell(void* host, int64_t done, int64_t total) {
+    auto* self = static_cast<PythonProgress*>(host);
+    const py::gil_scoped_acquire locked;
+    try {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (!self->call.is_none()) self->call(done, total);
+    } catch (...) {
+      self->error = std::current_exception();
+      return Status(StatusCode::kLenderFailed, "stopped");
+    }
+    return Status();
+  }
+};
+
 // Adapters: (a path and how to read it, or an adapter's dict; strength).
 py::dict merge(const std::string& base, const py::list& adapters, const std::string& target,
-               const std::string& dtype, const std::string& keep, bool allow_unmatched) {
+               const std::string& dtype, const std::string& keep, bool allow_unmatched,
+               const py::object& progress) {
   std::vector<Adapter> all;
   std::vector<double> strengths;
   for (const py::handle item : adapters) {
@@ -291,17 +317,17 @@ py::dict merge(const std::string& base, const py::list& adapters, const std::str
   MergeOptions options;
   options.keep = keep;
   options.allow_unmatched = allow_unmatched;
-  FileDType type = FileDType::kF32;
-  if (!dtype.empty()) {
-    if (!parse_file_dtype(dtype, &type)) throw py::value_error("there is no type " + dtype);
-    options.dtype = type;
-  }
+  if (!dtype.empty()) options.dtype = target_dtype(dtype);
+  PythonProgress told{progress, nullptr};
+  options.progress = &PythonProgress::tell;
+  options.progress_host = &told;
   MergeReport report;
   Status status;
   {
     const py::gil_scoped_release unlocked;
     status = merge_adapters(base, list, target, options, &report);
   }
+  if (told.error) std::rethrow_exception(told.error);
   raise_if_error(status, status.message().starts_with(base) ? base : target);
   return describe(report);
 }
@@ -342,7 +368,7 @@ void register_adapters(py::module_& m) {
   m.def("adapter_inspect", &inspect, py::arg("path"), py::arg("options"), py::arg("norms"));
   m.def("adapter_hashes", &hashes, py::arg("path"), "kohya's two hashes of a file.");
   m.def("adapter_merge", &merge, py::arg("base"), py::arg("adapters"), py::arg("target"),
-        py::arg("dtype"), py::arg("keep"), py::arg("allow_unmatched"));
+        py::arg("dtype"), py::arg("keep"), py::arg("allow_unmatched"), py::arg("progress"));
   m.def("adapter_unmerge", &unmerge, py::arg("merged"), py::arg("kept"), py::arg("target"));
   m.def("adapter_names", &names, py::arg("base"));
   m.def("adapter_bases", &adapter_bases);

@@ -66,6 +66,18 @@ Status find_files(const std::string& base, const std::string& target, BaseModel*
   return Status();
 }
 
+// Counts the tensors of all files.
+struct Steps {
+  const MergeOptions& options;
+  int64_t total;
+  int64_t done = 0;
+
+  Status next() {
+    if (options.progress == nullptr) return Status();
+    return options.progress(options.progress_host, done++, total);
+  }
+};
+
 // Lends the writer the bytes of one base tensor: as they are, or merged.
 class BaseTensor {
  public:
@@ -130,7 +142,8 @@ class BaseTensor {
 // All of a file; memory of the tensor before goes when the next is asked for.
 class BaseTensors {
  public:
-  BaseTensors(const BaseFile& file, const ExecContext& ctx, MergeReport* report) {
+  BaseTensors(const BaseFile& file, const ExecContext& ctx, Steps* steps, MergeReport* report)
+      : steps_(steps) {
     tensors_.reserve(file.reader.entries().size());
     hosts_.reserve(file.reader.entries().size());
     for (const TensorEntry& entry : file.reader.entries()) {
@@ -164,6 +177,7 @@ class BaseTensors {
   static Status fetch(void* host, uint64_t offset, size_t bytes, const void** data) {
     const Host& h = *static_cast<Host*>(host);
     BaseTensor*& last = h.all->last_;
+    if (last != h.tensor) LORAACCEL_RETURN_IF_ERROR(h.all->steps_->next());
     if (last != nullptr && last != h.tensor) {
       last->memory_.reset();
       last->size_ = 0;
@@ -174,6 +188,7 @@ class BaseTensors {
 
   std::vector<BaseTensor> tensors_;
   std::vector<Host> hosts_;
+  Steps* steps_;
   BaseTensor* last_ = nullptr;
 };
 
@@ -221,8 +236,9 @@ Status check_places(const BaseModel& model, const std::string& target, const std
 }
 
 Status merge_file(const BaseFile& file, const std::string& path, const MergeOptions& options,
-                  const ExecContext& ctx, const std::string& identity, MergeReport* report) {
-  BaseTensors tensors(file, ctx, report);
+                  const ExecContext& ctx, const std::string& identity, Steps* steps,
+                  MergeReport* report) {
+  BaseTensors tensors(file, ctx, steps, report);
   const std::vector<TensorToSave> saves = tensors.list();
   SaveMetadata metadata;
   bool hashes = false;
@@ -304,10 +320,11 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
     }
     LORAACCEL_RETURN_IF_ERROR(keep_originals(model.files[0].reader, changed, path, &identity));
   }
+  Steps steps{options, report->tensors};
   for (const BaseFile& file : model.files) {
     std::string path;
     LORAACCEL_RETURN_IF_ERROR(staged.place(file.target, &path));
-    LORAACCEL_RETURN_IF_ERROR(merge_file(file, path, options, ctx, identity, report));
+    LORAACCEL_RETURN_IF_ERROR(merge_file(file, path, options, ctx, identity, &steps, report));
   }
   for (const auto& [from, to] : model.others) LORAACCEL_RETURN_IF_ERROR(staged.copy(from, to));
   return staged.commit(&report->paths);

@@ -215,19 +215,35 @@ Status place_listed(const AdapterSource& source, const ReadAdapterOptions& optio
   return Status();
 }
 
+// What the caller names is there.
+Status check_options(const AdapterSource& source, const ReadAdapterOptions& options) {
+  if (options.base.empty()) return Status();
+  const NameTable* table = find_name_table(options.base);
+  std::string names;
+  if (table == nullptr) {
+    for (const NameTable& other : name_tables()) names += (names.empty() ? "" : ", ") + other.base;
+    return Status(StatusCode::kInvalidArgument, source.name +
+                                                    ": there is no table for the base model " +
+                                                    options.base + ", expected one of " + names);
+  }
+  bool found = options.component.empty();
+  for (const auto& component : table->components) {
+    found = found || component.name == options.component;
+    names += (names.empty() ? "" : ", ") + component.name;
+  }
+  if (found) return Status();
+  return Status(StatusCode::kInvalidArgument, source.name + ": " + options.base +
+                                                  " has no component " + options.component +
+                                                  ", expected one of " + names);
+}
+
 }  // namespace
 
 Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& options,
                       KeyPlaces* places) {
   *places = KeyPlaces();
   places->places.resize(source.tensors.size());
-  if (!options.base.empty() && find_name_table(options.base) == nullptr) {
-    std::string names;
-    for (const NameTable& table : name_tables()) names += (names.empty() ? "" : ", ") + table.base;
-    return Status(StatusCode::kInvalidArgument, source.name +
-                                                    ": there is no table for the base model " +
-                                                    options.base + ", expected one of " + names);
-  }
+  LORAACCEL_RETURN_IF_ERROR(check_options(source, options));
   if (!options.modules.empty()) {
     LORAACCEL_RETURN_IF_ERROR(place_listed(source, options, places));
     place_dotted(source, options, places);

@@ -29,6 +29,10 @@ struct MergeOptions {
   std::string keep;
   // Go on where layers of an adapter are not in the base model.
   bool allow_unmatched = false;
+  // Called before each tensor of the result is made, with how many are done and of how many, from any thread but one at
+  // a time. A status that is not ok ends the merge with it: the target is then what it was.
+  Status (*progress)(void* host, int64_t done, int64_t total) = nullptr;
+  void* progress_host = nullptr;
 };
 
 struct MergeReport {

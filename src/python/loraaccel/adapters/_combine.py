@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from loraaccel.adapters._resize import DELTA_KINDS, Path, dense_factors, opened,
 from loraaccel.adapters._svd import balanced, matrix_svd, product_norm, product_svd
 from loraaccel.adapters._workers import Progress, each
 
+CANCELLED = 1e-4  # a sum of fp16 files that is smaller than this, relative to its parts, is their rounding
+
 
 @dataclass
 class CombinedLayer:
@@ -42,7 +44,9 @@ class CombinedLayer:
     sources: list[int]
     """Which adapters have the layer, from 0."""
     error: float
-    """|what is stored - the sum| / |the sum|, without a cast that ``dtype`` asks for; 0 where no number changed."""
+    """|what is stored - the sum| / |the sum|, without a cast that ``dtype`` asks for; 0 where no number changed. Where
+    the updates cancel each other, |their sum| < 1e-4 sqrt(sum |update|^2), the divisor is that root, and a note says
+    so."""
 
 
 @dataclass
@@ -103,8 +107,10 @@ def combine(
     if not opened_all:
         raise ValueError("there is no adapter to combine")
     for i, (_, weight) in enumerate(opened_all):
-        if not np.isfinite(weight):
-            raise ValueError(f"the weight of adapter {i + 1} is {weight}, expected a number")
+        if not abs(weight) <= float(np.finfo(np.float32).max):
+            raise ValueError(
+                f"the weight of adapter {i + 1} is {weight}, expected a number that float32 holds"
+            )
     notes = [f"adapter {i + 1} has weight 0 and is left out" for i, (_, w) in enumerate(opened_all) if w == 0]
     sources = [(i, a, w) for i, (a, w) in enumerate(opened_all) if w != 0]
     if not sources:
@@ -261,7 +267,12 @@ def _pairs(
         _, pair = product_svd(up, down, keep)
         up, down = balanced(pair)
     made, notes = _stored(first, [e for _, e, _ in group], up, down, shape, scale, cast)
-    return made, 0.0 if even else _relative_error(exact, made, shape), notes
+    if even:
+        return made, 0.0, notes
+    error, more = _relative_error(
+        first, _residual(exact, made), product_norm(*exact), [product_norm(*p) for p in scaled]
+    )
+    return made, error, notes + more
 
 
 def _multiplied(up: np.ndarray, down: np.ndarray, c: float) -> tuple[np.ndarray, np.ndarray]:
@@ -288,13 +299,23 @@ def _stored(
     return made, lost(name_of(first), {a: down, b: up}, made.tensors)
 
 
-def _relative_error(exact: tuple[np.ndarray, np.ndarray], made: Entry, shape: Factors) -> float:
+def _residual(exact: tuple[np.ndarray, np.ndarray], made: Entry) -> float:
     """Of the numbers as they are stored, cast included."""
     stored = factors_of(made)
-    norm = product_norm(*exact)
     up = np.concatenate([exact[0], -made.scale * stored.up.astype(np.float64)], axis=1)
     down = np.concatenate([exact[1], stored.down.astype(np.float64)], axis=0)
-    return product_norm(up, down) / norm if norm > 0 else 0.0
+    return product_norm(up, down)
+
+
+def _relative_error(
+    entry: Entry, residual: float, total: float, parts: Sequence[float]
+) -> tuple[float, list[str]]:
+    """``CombinedLayer.error`` of norms, and its note."""
+    largest = float(np.linalg.norm(parts))
+    if total >= CANCELLED * largest:
+        return residual / total if total > 0 else 0.0, []
+    note = f"{name_of(entry)}: the updates cancel each other; its error is relative to them, not to their sum"
+    return residual / largest, [note]
 
 
 def _deltas(
@@ -306,17 +327,21 @@ def _deltas(
     cast: bool,
 ) -> tuple[Entry, float, list[str]]:
     first = group[0][1]
-    total, shape = _delta_and_shape(group, base)
+    total, shape, parts = _delta_and_shape(group, base)
     keep = functools.partial(choose_rank, limit=limits[shape.wide], method=method, param=param)
     _, pair = matrix_svd(total, keep)
     made, notes = _stored(first, [e for _, e, _ in group], *balanced(pair), shape, 1.0, cast)
-    norm = float(np.linalg.norm(total))
-    error = float(np.linalg.norm(total - made.delta())) / norm if norm > 0 else 0.0
-    return made, error, notes
+    residual = float(np.linalg.norm(total - made.delta()))
+    error, more = _relative_error(first, residual, float(np.linalg.norm(total)), parts)
+    return made, error, notes + more
 
 
-def _delta_and_shape(group: list[tuple[int, Entry, float]], base: str) -> tuple[np.ndarray, Factors]:
+def _delta_and_shape(
+    group: list[tuple[int, Entry, float]], base: str
+) -> tuple[np.ndarray, Factors, list[float]]:
+    """The sum, how its pair is stored, and the norms of what is summed."""
     total: Any = 0.0
+    norms: list[float] = []
     shape = None
     for i, entry, weight in group:
         delta = entry.delta()
@@ -326,11 +351,12 @@ def _delta_and_shape(group: list[tuple[int, Entry, float]], base: str) -> tuple[
             )
         if not np.isfinite(delta).all():
             raise ValueError(f"{name_of(entry)} holds a NaN or an infinity, expected finite numbers")
+        norms.append(float(np.linalg.norm(weight * delta)))
         total = total + weight * delta
         own = factors_of(entry) if entry.kind == "lora" else dense_factors(entry, base)[1]
         shape = own if shape is None or own.wide else shape
     assert shape is not None
-    return total, shape
+    return total, shape, norms
 
 
 def _whole(group: list[tuple[int, Entry, float]], cast: bool) -> Entry:

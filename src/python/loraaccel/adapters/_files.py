@@ -78,7 +78,8 @@ def save(
     """Writes an adapter in a format of ``formats()`` (default: the one it was read in), all of it or nothing.
 
     ``fold_alpha`` multiplies the factors into the weights. ``dtype`` ("F16", "BF16", "F32" ...) casts floating-point
-    tensors, once; what became zero is in the notes, and ``rescue`` avoids that by powers of two taken from alpha."""
+    tensors, once; what became zero is in the notes, and ``rescue``, with "F16", avoids that by powers of two taken from
+    alpha."""
     options = _write_options(format or adapter.format, dtype, fold_alpha, rescue)
     return Written(**_core.adapter_write(adapter._described(), os.fspath(path), options))
 
@@ -118,4 +119,6 @@ def _read_options(
 
 
 def _write_options(format: str, dtype: str | None, fold_alpha: bool, rescue: bool) -> dict[str, Any]:  # noqa: A002
+    if rescue and dtype != "F16":
+        raise ValueError(f"rescue with dtype {dtype!r}, expected 'F16': no other type loses small numbers")
     return {"format": format, "dtype": dtype or "", "fold_alpha": fold_alpha, "rescue": rescue}

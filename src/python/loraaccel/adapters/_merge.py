@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from loraaccel import _core
@@ -44,13 +44,15 @@ def merge(
     dtype: str | None = None,
     keep: Path | None = None,
     allow_unmatched: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Merged:
     """Writes ``target``, the base model with adapters merged into its weights: W + strength * scale * B A in float32,
     rounded once. One tensor at a time is in memory.
 
     ``base``: a .safetensors file, or a folder of them (shards, or a diffusers pipeline), of which ``target`` becomes a
     copy. ``adapters``: a path or an adapter, or pairs of them with strengths. ``keep``: where to put the original bytes
-    of what changes, for ``unmerge``. ``dtype``: type of the floating-point tensors of the result.
+    of what changes, for ``unmerge``. ``dtype``: type of the floating-point tensors of the result. ``progress`` is
+    called with how many tensors are done, and of how many; what it raises ends the merge.
 
     Raises ValueError for layers that the base model has not (``allow_unmatched`` goes on), shapes that do not fit,
     quantised weights and numbers that are not finite, OSError for files; the target is then what it was."""
@@ -70,6 +72,7 @@ def merge(
         dtype or "",
         os.fspath(keep) if keep is not None else "",
         allow_unmatched,
+        progress,
     )
     return Merged(**report)
 

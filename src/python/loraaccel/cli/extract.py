@@ -41,9 +41,15 @@ from loraaccel.cli._tools import bar, both_names, known_format, one_of, result_o
     "--layers", default=None, metavar="REGEX", help="Other layers than the usual ones, by their paths."
 )
 @click.option("--allow-unmatched", is_flag=True, help="Leave out layers that TUNED has not, and go on.")
-@click.option("--sdxl", is_flag=True, hidden=True, expose_value=False)
-@click.option("--v2", is_flag=True, hidden=True, expose_value=False)
-@click.option("--device", default=None, hidden=True, expose_value=False)
+@click.option(
+    "--sdxl", is_flag=True, expose_value=False, help="No effect: sd-scripts' command lines may have it."
+)
+@click.option(
+    "--v2", is_flag=True, expose_value=False, help="No effect: sd-scripts' command lines may have it."
+)
+@click.option(
+    "--device", default=None, expose_value=False, help="No effect: sd-scripts' command lines may have it."
+)
 @click.option("--verbose", is_flag=True, help="A line for each layer.")
 @result_options
 def extract(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from loraaccel.cli._adapter_errors import one_sentence
-from loraaccel.cli._tools import adapters_option, with_weight
+from loraaccel.cli._tools import adapters_option, bar, with_weight
 
 
 @click.command(
@@ -40,7 +40,7 @@ def merge(
 
     from loraaccel.adapters import merge as run
 
-    with one_sentence():
+    with one_sentence(), bar("merging") as progress:
         report = run(
             base,
             [with_weight(text) for text in adapters],
@@ -48,6 +48,7 @@ def merge(
             dtype=dtype,
             keep=keep,
             allow_unmatched=allow_unmatched,
+            progress=progress,
         )
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))

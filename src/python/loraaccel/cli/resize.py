@@ -29,7 +29,9 @@ from loraaccel.cli._tools import bar, both_names, known_format, one_of, result_o
 @click.option(*both_names("--dynamic-param"), type=float, default=None, help="Of the method: 4, 0.9, 0.8 ...")
 @click.option("--rebuild", is_flag=True, help="Make LoRA of LoHa and LoKr layers.")
 @click.option("--allow-unmatched", is_flag=True, help="Leave out tensors that match no layer, and go on.")
-@click.option("--device", default=None, hidden=True, expose_value=False)
+@click.option(
+    "--device", default=None, expose_value=False, help="No effect: sd-scripts' command lines may have it."
+)
 @click.option("--verbose", is_flag=True, help="A line for each layer.")
 @result_options
 def resize(
