@@ -85,10 +85,6 @@ class BaseTensor {
              const ExecContext& ctx, MergeReport* report)
       : reader_(reader), entry_(entry), work_(work), ctx_(ctx), report_(report) {}
 
-  static Status fetch(void* host, uint64_t offset, size_t bytes, const void** data) {
-    return static_cast<BaseTensor*>(host)->lend(offset, bytes, data);
-  }
-
  private:
   Status lend(uint64_t offset, size_t bytes, const void** data) {
     if (work_ == nullptr) {
@@ -136,7 +132,7 @@ class BaseTensor {
   std::unique_ptr<char[]> memory_;
   size_t size_ = 0;
 
-  friend class BaseTensors;  // gives the memory back
+  friend class BaseTensors;  // asks for the bytes, and gives the memory back
 };
 
 // All of a file; memory of the tensor before goes when the next is asked for.
@@ -177,13 +173,15 @@ class BaseTensors {
   static Status fetch(void* host, uint64_t offset, size_t bytes, const void** data) {
     const Host& h = *static_cast<Host*>(host);
     BaseTensor*& last = h.all->last_;
-    if (last != h.tensor) LORAACCEL_RETURN_IF_ERROR(h.all->steps_->next());
-    if (last != nullptr && last != h.tensor) {
-      last->memory_.reset();
-      last->size_ = 0;
+    if (last != h.tensor) {
+      LORAACCEL_RETURN_IF_ERROR(h.all->steps_->next());
+      if (last != nullptr) {
+        last->memory_.reset();
+        last->size_ = 0;
+      }
+      last = h.tensor;
     }
-    last = h.tensor;
-    return BaseTensor::fetch(h.tensor, offset, bytes, data);
+    return h.tensor->lend(offset, bytes, data);
   }
 
   std::vector<BaseTensor> tensors_;
