@@ -120,5 +120,5 @@ def _read_options(
 
 def _write_options(format: str, dtype: str | None, fold_alpha: bool, rescue: bool) -> dict[str, Any]:  # noqa: A002
     if rescue and dtype != "F16":
-        raise ValueError(f"rescue with dtype {dtype!r}, expected 'F16': no other type loses small numbers")
+        raise ValueError(f"rescue with dtype {dtype!r}, expected 'F16', the type that it is for")
     return {"format": format, "dtype": dtype or "", "fold_alpha": fold_alpha, "rescue": rescue}
