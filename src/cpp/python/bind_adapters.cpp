@@ -292,7 +292,7 @@ struct PythonProgress {
     try {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (!self->call.is_none()) self->call(done, total);
-    } catch (...) {
+    } catch (...) {  // raised again once the merge has cleaned up
       self->error = std::current_exception();
       return Status(StatusCode::kLenderFailed, "stopped");
     }
