@@ -57,7 +57,7 @@ def test_files_that_are_read_are_never_written(tmp_path):
                 base, adapter.parent, tmp_path / target, keep=None if keep is None else tmp_path / keep
             )
         assert contents(tmp_path) == before
-    with pytest.raises(ValueError, match="is the kept file"):
+    with pytest.raises(ValueError, match="is what was kept"):
         adapters.unmerge(tmp_path / "m", tmp_path / "k", tmp_path / "x" / ".." / "k")
     assert contents(tmp_path) == before
 

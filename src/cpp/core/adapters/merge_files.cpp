@@ -1,15 +1,13 @@
 // Base models in, merged ones out, a tensor at a time.
-#include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <system_error>
 
 #include "adapters/keep_originals.h"
 #include "adapters/merge_plan.h"
 #include "adapters/merge_weight.h"
+#include "adapters/model_files.h"
 #include "adapters/numbers.h"
 #include "adapters/staged_files.h"
 #include "adapters/text_file.h"
@@ -18,11 +16,10 @@
 namespace loraaccel {
 namespace {
 
-namespace fs = std::filesystem;
-
 struct BaseFile {
   std::string source;
   std::string target;
+  std::string name;  // below the folder; "": the model is one file
   std::string component;
   SafetensorsReader reader;
   std::map<std::string, MergeWork, std::less<>> work;
@@ -36,29 +33,20 @@ struct BaseModel {
 
 Status find_files(const std::string& base, const std::string& target, BaseModel* model) {
   if (!folder_exists(base)) {
-    model->files.push_back({base, target, "", {}, {}});
+    model->files.push_back({base, target, "", "", {}, {}});
     return Status();
   }
-  std::error_code error;
-  std::vector<fs::path> paths;
-  for (auto i = fs::recursive_directory_iterator(base, error);
-       !error && i != fs::recursive_directory_iterator(); i.increment(error)) {
-    if (i->is_regular_file(error)) paths.push_back(i->path());
-  }
-  if (error)
-    return Status(StatusCode::kFileError, base + ": listing the folder failed: " + error.message(),
-                  error.value());
-  std::sort(paths.begin(), paths.end());
-  for (const fs::path& path : paths) {
-    const std::string to = (fs::path(target) / path.lexically_relative(base)).string();
-    if (path.extension() == ".safetensors") {
-      const bool inner = path.parent_path() != fs::path(base);
-      const std::string folder =
-          inner ? path.parent_path().filename().string() : file_name_of(base);
-      model->files.push_back({path.string(), to, folder, {}, {}});
-    } else {
-      model->others.emplace_back(path.string(), to);
+  std::vector<std::string> names;
+  LORAACCEL_RETURN_IF_ERROR(list_files(base, &names));
+  for (const std::string& name : names) {
+    const std::string from = join_path(base, name);
+    const std::string to = join_path(target, name);
+    if (!name.ends_with(".safetensors")) {
+      model->others.emplace_back(from, to);
+      continue;
     }
+    const std::string parent = parent_of(name);
+    model->files.push_back({from, to, name, file_name_of(parent.empty() ? base : parent), {}, {}});
   }
   if (model->files.empty())
     return Status(StatusCode::kMalformedFile,
@@ -219,18 +207,43 @@ Status check_index(const std::string& path) {
   return Status();
 }
 
+// Where the original bytes of a file go.
+std::string kept_place(const BaseFile& file, const std::string& keep) {
+  return file.name.empty() ? keep : join_path(keep, file.name);
+}
+
 // The files that are written must be none of those that are read, apart from a model that is merged in place.
 Status check_places(const BaseModel& model, const std::string& target, const std::string& keep) {
   if (keep.empty()) return Status();
-  for (const BaseFile& file : model.files) {
-    if (same_place(keep, file.source))
-      return Status(StatusCode::kInvalidArgument,
-                    keep + " is the base model, expected another place for what is kept of it");
-  }
   if (same_place(keep, target))
     return Status(StatusCode::kInvalidArgument,
                   keep + " is the merged model's own place, expected another for what is kept");
+  for (const BaseFile& kept : model.files) {
+    const std::string place = kept_place(kept, keep);
+    for (const BaseFile& file : model.files) {
+      if (same_place(place, file.source))
+        return Status(StatusCode::kInvalidArgument,
+                      place + " is the base model, expected another place for what is kept of it");
+      if (same_place(place, file.target))
+        return Status(StatusCode::kInvalidArgument,
+                      place + " is the merged model's, expected another place for what is kept");
+    }
+  }
   return Status();
+}
+
+// Puts the original bytes of what changes in `file` aside, and its header, which changes in every file.
+Status keep_file(const BaseFile& file, const std::string& keep, StagedFiles* staged,
+                 std::string* identity) {
+  identity->clear();
+  if (keep.empty()) return Status();
+  std::string path;
+  LORAACCEL_RETURN_IF_ERROR(staged->place(kept_place(file, keep), &path));
+  std::vector<const TensorEntry*> changed;
+  for (const TensorEntry& entry : file.reader.entries()) {
+    if (file.work.contains(entry.name)) changed.push_back(&entry);
+  }
+  return keep_originals(file.reader, changed, path, identity);
 }
 
 Status merge_file(const BaseFile& file, const std::string& path, const MergeOptions& options,
@@ -278,10 +291,10 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
   LORAACCEL_RETURN_IF_ERROR(plan.prepare(adapters));
   BaseModel model;
   LORAACCEL_RETURN_IF_ERROR(find_files(base, target, &model));
-  if (!options.keep.empty() && (options.dtype || model.files.size() != 1))
-    return Status(
-        StatusCode::kInvalidArgument,
-        options.keep + ": original bytes are kept of models of one file, without another dtype");
+  if (!options.keep.empty() && options.dtype)
+    return Status(StatusCode::kInvalidArgument,
+                  options.keep + ": original bytes are kept where the dtype stays, " +
+                      file_dtype_name(*options.dtype) + " would change every tensor");
   LORAACCEL_RETURN_IF_ERROR(check_places(model, target, options.keep));
   for (const auto& [from, to] : model.others) {
     if (from.ends_with(".safetensors.index.json")) LORAACCEL_RETURN_IF_ERROR(check_index(from));
@@ -308,19 +321,11 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
   }
   const ExecContext ctx = default_context();
   StagedFiles staged;
-  std::string identity;
-  if (!options.keep.empty()) {
-    std::string path;
-    LORAACCEL_RETURN_IF_ERROR(staged.place(options.keep, &path));
-    std::vector<const TensorEntry*> changed;
-    for (const TensorEntry& entry : model.files[0].reader.entries()) {
-      if (model.files[0].work.contains(entry.name)) changed.push_back(&entry);
-    }
-    LORAACCEL_RETURN_IF_ERROR(keep_originals(model.files[0].reader, changed, path, &identity));
-  }
   Steps steps{options, report->tensors};
   for (const BaseFile& file : model.files) {
+    std::string identity;
     std::string path;
+    LORAACCEL_RETURN_IF_ERROR(keep_file(file, options.keep, &staged, &identity));
     LORAACCEL_RETURN_IF_ERROR(staged.place(file.target, &path));
     LORAACCEL_RETURN_IF_ERROR(merge_file(file, path, options, ctx, identity, &steps, report));
   }

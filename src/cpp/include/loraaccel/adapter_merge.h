@@ -25,7 +25,8 @@ struct AdapterToMerge {
 struct MergeOptions {
   // Floating-point tensors of the result as this type; none: as they are.
   std::optional<FileDType> dtype;
-  // Where to keep the original bytes of what changes, for unmerge_adapters(); "": nowhere. Not with dtype.
+  // Where to keep the original bytes of what changes, for unmerge_adapters(); "": nowhere. Not with dtype. A file, or
+  // for a model that is a folder a folder with a file for each .safetensors file of it.
   std::string keep;
   // Go on where layers of an adapter are not in the base model.
   bool allow_unmatched = false;
@@ -51,8 +52,8 @@ struct MergeReport {
 Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> adapters,
                       const std::string& target, const MergeOptions& options, MergeReport* report);
 
-// The base model again, byte for byte, from the merged one and the file that `MergeOptions::keep` named. Never by
-// subtraction, which rounds. kInvalidArgument where the kept file belongs to another merge.
+// The base model again, byte for byte, from the merged one and the file or folder that `MergeOptions::keep` named. Never
+// by subtraction, which rounds. kInvalidArgument where what was kept belongs to another merge, or is not of every file.
 Status unmerge_adapters(const std::string& merged, const std::string& kept,
                         const std::string& target, MergeReport* report);
 

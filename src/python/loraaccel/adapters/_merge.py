@@ -51,8 +51,9 @@ def merge(
 
     ``base``: a .safetensors file, or a folder of them (shards, or a diffusers pipeline), of which ``target`` becomes a
     copy. ``adapters``: a path or an adapter, or pairs of them with strengths. ``keep``: where to put the original bytes
-    of what changes, for ``unmerge``. ``dtype``: type of the floating-point tensors of the result. ``progress`` is
-    called with how many tensors are done, and of how many; what it raises ends the merge.
+    of what changes, for ``unmerge``: a file, or a folder where ``base`` is one. ``dtype``: type of the floating-point
+    tensors of the result. ``progress`` is called with how many tensors are done, and of how many; what it raises ends
+    the merge.
 
     Raises ValueError for layers that the base model has not (``allow_unmatched`` goes on), shapes that do not fit,
     quantised weights and numbers that are not finite, OSError for files; the target is then what it was."""
@@ -86,9 +87,9 @@ def _pairs(
 
 
 def unmerge(merged: Path, kept: Path, target: Path) -> Unmerged:
-    """Writes ``target``, the base model that ``merged`` was made of, byte for byte, with the file that ``keep`` of
-    ``merge`` named. Nothing is subtracted: that would round.
+    """Writes ``target``, the base model that ``merged`` was made of, byte for byte, with the file or folder that
+    ``keep`` of ``merge`` named. Nothing is subtracted: that would round.
 
-    Raises ValueError where the two files are not of one merge; the target is then what it was."""
+    Raises ValueError where the two are not of one merge; the target is then what it was."""
     report = _core.adapter_unmerge(os.fspath(merged), os.fspath(kept), os.fspath(target))
-    return Unmerged(path=report["paths"][0], restored=report["changed"], tensors=report["tensors"])
+    return Unmerged(path=os.fspath(target), restored=report["changed"], tensors=report["tensors"])

@@ -18,7 +18,10 @@ from loraaccel.cli._tools import adapters_option, bar, with_weight
     "--dtype", default=None, help="Floating-point tensors of the result as this type: F32, F16, BF16 ..."
 )
 @click.option(
-    "--keep", type=click.Path(), default=None, help="File for the original bytes, for `loraaccel unmerge`."
+    "--keep",
+    type=click.Path(),
+    default=None,
+    help="For the original bytes, for `loraaccel unmerge`: a file, or a folder where BASE is one.",
 )
 @click.option("--allow-unmatched", is_flag=True, help="Leave out what matches no layer, and go on.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")

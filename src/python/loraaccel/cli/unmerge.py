@@ -13,8 +13,9 @@ from loraaccel.cli._adapter_errors import one_sentence
 @click.argument("target", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def unmerge(merged: str, kept: str, target: str, as_json: bool) -> None:
-    """Write TARGET, the base model that MERGED was made of, byte for byte. KEPT is the file that `loraaccel merge
-    --keep` wrote. Nothing is subtracted, which would round. A failed run leaves TARGET as it was."""
+    """Write TARGET, the base model that MERGED was made of, byte for byte. KEPT is what `loraaccel merge --keep`
+    wrote: a file, or a folder where MERGED is one. Nothing is subtracted, which would round. A failed run
+    leaves TARGET as it was."""
     import json
     from dataclasses import asdict
 
