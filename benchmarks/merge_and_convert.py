@@ -3,9 +3,10 @@
     python benchmarks/merge_and_convert.py --sd-scripts CHECKOUT --sd-python PYTHON [--gigabytes 5] [--rounds 3]
 
 Base: the first blocks of Flux in bfloat16, random numbers; adapter: rank 16 on all their linear layers, bfloat16.
-Rival: networks/flux_merge_lora.py, with and without --mem_eff_load_save, float32 arithmetic like ours. Runs are
-interleaved (A B A B ...), each a process of its own, start of Python included. Memory is the peak of the resident set.
---folder says where the files go, which need 12 GB; they are deleted at the end. Results: README.md."""
+Rivals: networks/flux_merge_lora.py, with and without --mem_eff_load_save, float32 arithmetic like ours; diffusers'
+loader. Runs are interleaved (A B A B ...), each a process of its own, start of Python included but for "work of".
+Memory is the peak of the resident set. --folder says where the files go, which need 12 GB; they are deleted at the end.
+Results: README.md."""
 
 from __future__ import annotations
 
@@ -23,6 +24,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 OURS = "from loraaccel.adapters import merge; import sys; merge(*sys.argv[1:])"
+# The work without Python's start and the imports, which take diffusers longer than the work.
+TIMED = """
+import sys, time
+{imports}
+start = time.perf_counter()
+{work}
+print("seconds", time.perf_counter() - start)
+"""
+OUR_CONVERT = TIMED.format(
+    imports="from loraaccel import adapters",
+    work="adapters.convert(sys.argv[1], sys.argv[2], 'diffusers')",
+)
+THEIR_CONVERT = TIMED.format(
+    imports="""from types import SimpleNamespace
+import torch
+from safetensors.torch import save_file
+from diffusers.loaders import StableDiffusionXLLoraLoaderMixin as Mixin""",
+    work="""tensors, alphas = Mixin.lora_state_dict(sys.argv[1], unet_config=SimpleNamespace(layers_per_block=2))
+save_file(tensors, sys.argv[2])""",
+)
 HIDDEN = 3072
 DOUBLE = {
     "img_attn.qkv": (3, 1),
@@ -92,7 +113,7 @@ def apart(function: Callable[..., None], *arguments: object) -> None:
 
 
 def run(command: list[str], cwd: str | None = None) -> tuple[float, float]:
-    """Seconds and peak MB of a process."""
+    """Seconds, of the process or as it says itself, and peak MB."""
     environment = dict(os.environ)
     if cwd is not None:
         environment["PYTHONPATH"] = os.pathsep.join([cwd, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -104,7 +125,10 @@ def run(command: list[str], cwd: str | None = None) -> tuple[float, float]:
         if process.returncode != 0:
             log.seek(0)
             raise RuntimeError(f"{command[:3]} failed: {log.read().decode()[-2000:]}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1000
+        seconds = time.perf_counter() - start
+        log.seek(0)
+        said = [line for line in log.read().decode().splitlines() if line.startswith("seconds ")]
+    return float(said[-1].split()[1]) if said else seconds, usage.ru_maxrss / 1000
 
 
 def merges(arguments: argparse.Namespace, folder: Path) -> dict[str, list[tuple[float, float]]]:
@@ -141,6 +165,9 @@ def converts(arguments: argparse.Namespace, folder: Path) -> dict[str, list[tupl
     for _ in range(arguments.rounds):
         found.setdefault("kohya to diffusers", []).append(run([*cli, kohya, diffusers, "--to", "diffusers"]))
         found.setdefault("diffusers to kohya", []).append(run([*cli, diffusers, back, "--to", "kohya"]))
+        for name, code in (("loraaccel", OUR_CONVERT), ("diffusers", THEIR_CONVERT)):
+            runs = found.setdefault(f"{name}, work of kohya to diffusers", [])
+            runs.append(run([sys.executable, "-c", code, kohya, diffusers]))
     return found
 
 
@@ -150,15 +177,16 @@ def main() -> None:
     )
     parser.add_argument("--sd-scripts", default=None)
     parser.add_argument("--sd-python", default=sys.executable)
-    parser.add_argument("--gigabytes", type=float, default=5)
+    parser.add_argument("--gigabytes", type=float, default=5, help="of the base model; 0: only conversions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default=None)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         rows = converts(arguments, folder)
-        apart(make_files, folder, arguments.gigabytes)
-        rows |= merges(arguments, folder)
+        if arguments.gigabytes:
+            apart(make_files, folder, arguments.gigabytes)
+            rows |= merges(arguments, folder)
     finally:
         shutil.rmtree(folder)
     for name, runs in rows.items():

@@ -52,11 +52,28 @@ bool fits(const NameTable& table, const KeyPlace& place, const AdapterTensor& te
   }
 }
 
-bool place_key(const Guess& guess, const AdapterTensor& tensor, KeyPlace* place, bool* usual) {
+// A key taken apart, in one of the ways that its end allows.
+struct Ended {
+  const KeyEnding* ending;
+  std::string_view stem;
+};
+
+// All of them, for each tensor: found once, and not again for each guess. Views into the source's keys.
+std::vector<std::vector<Ended>> take_apart(const AdapterSource& source) {
+  std::vector<std::vector<Ended>> all(source.tensors.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    for (const KeyEnding& ending : adapter_format_table().by_length) {
+      std::string_view stem;
+      if (stem_of(source.tensors[i].key, ending, &stem)) all[i].push_back({&ending, stem});
+    }
+  }
+  return all;
+}
+
+bool place_key(const Guess& guess, const std::vector<Ended>& ways, KeyPlace* place, bool* usual) {
   const NameTable& table = *guess.table;
-  for (const KeyEnding& ending : adapter_format_table().by_length) {
-    std::string_view stem;
-    if (!stem_of(tensor.key, ending, &stem)) continue;
+  for (const auto& [key_ending, stem] : ways) {
+    const KeyEnding& ending = *key_ending;
     *usual = ending.style == guess.format->style;
     // ".weight" and ".bias" are endings only where the format has them
     if (ending.bare() && !*usual) continue;
@@ -77,14 +94,14 @@ bool place_key(const Guess& guess, const AdapterTensor& tensor, KeyPlace* place,
   return false;
 }
 
-void weigh(const AdapterSource& source, Guess* guess) {
-  for (const AdapterTensor& tensor : source.tensors) {
+void weigh(const AdapterSource& source, const std::vector<std::vector<Ended>>& ways, Guess* guess) {
+  for (size_t i = 0; i < ways.size(); ++i) {
     KeyPlace place;
     bool usual = false;
-    if (!place_key(*guess, tensor, &place, &usual)) continue;
+    if (!place_key(*guess, ways[i], &place, &usual)) continue;
     ++guess->known;
     if (usual) ++guess->usual;
-    if (fits(*guess->table, place, tensor)) ++guess->fitting;
+    if (fits(*guess->table, place, source.tensors[i])) ++guess->fitting;
   }
 }
 
@@ -99,7 +116,8 @@ int64_t least_known(const AdapterFormat& format, int64_t total) {
   return one_component(format) ? total - total / 10 : (total + 1) / 2;
 }
 
-std::vector<Guess> guesses(const AdapterSource& source, const ReadAdapterOptions& options) {
+std::vector<Guess> guesses(const AdapterSource& source, const ReadAdapterOptions& options,
+                           const std::vector<std::vector<Ended>>& ways) {
   std::vector<Guess> all;
   const std::string& wanted = options.component.empty() ? source.component : options.component;
   for (const NameTable& table : name_tables()) {
@@ -115,7 +133,7 @@ std::vector<Guess> guesses(const AdapterSource& source, const ReadAdapterOptions
       }
     }
   }
-  for (Guess& guess : all) weigh(source, &guess);
+  for (Guess& guess : all) weigh(source, ways, &guess);
   return all;
 }
 
@@ -249,7 +267,8 @@ Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& opt
     place_dotted(source, options, places);
     return Status();
   }
-  const std::vector<Guess> all = guesses(source, options);
+  const std::vector<std::vector<Ended>> ways = take_apart(source);
+  const std::vector<Guess> all = guesses(source, options, ways);
   const Guess* best = nullptr;
   for (const Guess& guess : all) {
     if (guess.known > 0 && (best == nullptr || weight_of(guess) > weight_of(*best))) best = &guess;
@@ -272,8 +291,7 @@ Status recognise_keys(const AdapterSource& source, const ReadAdapterOptions& opt
   }
   for (size_t i = 0; i < source.tensors.size(); ++i) {
     bool usual = false;
-    if (!place_key(*best, source.tensors[i], &places->places[i], &usual))
-      places->places[i] = KeyPlace();
+    if (!place_key(*best, ways[i], &places->places[i], &usual)) places->places[i] = KeyPlace();
   }
   return Status();
 }
