@@ -223,11 +223,21 @@ def test_vk5_nothing_that_is_used_is_always_an_error():
             adapters.load({"model.layer.kernel": torch.ones(3)}, allow_unmatched=allow)
 
 
-def test_vk5_a_key_of_integers_is_an_error_that_names_it():
-    tensors = pair(f"lora_unet_{SITE}_attn1_to_q")
-    tensors[f"lora_unet_{SITE}_attn1_to_q.lora_up.weight"] = torch.ones(8, 4, dtype=torch.int64)
-    read = adapters.load(tensors, base="sd15")
-    assert read.entries[0].delta().shape == (8, 8)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
+def test_vk5_integers_are_no_factors_but_may_be_an_alpha(dtype):
+    tensors = pair(name := f"lora_unet_{SITE}_attn1_to_q")
+    tensors[f"{name}.alpha"] = torch.tensor(2)
+    assert adapters.load(tensors, base="sd15").entries[0].scale == 0.5
+    tensors[f"{name}.lora_up.weight"] = torch.ones(8, 4, dtype=dtype)
+    with pytest.raises(
+        ValueError, match=rf"{name}\.lora_up\.weight is of type (I64|I8|BOOL), expected floating"
+    ):
+        adapters.load(tensors, base="sd15")
+
+
+def test_vk5_a_key_that_is_an_integer_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match="key 7 is int, expected str"):
+        adapters.load({**pair(f"lora_unet_{SITE}_attn1_to_q"), 7: torch.ones(2)}, base="sd15")
 
 
 def test_two_spellings_of_a_layer_in_one_file_are_an_error():

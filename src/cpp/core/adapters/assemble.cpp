@@ -90,6 +90,13 @@ class Assembler {
         return Status(StatusCode::kMalformedFile,
                       source_.name + ": " + other->key + " and " + source_.tensors[i].key +
                           " are the same tensor of " + layer_of(place) + ", expected one of them");
+      // (Integers are somebody's quantised numbers, without the scales that make numbers of them.)
+      if (place.role < AdapterRole::kWeight && place.role != AdapterRole::kAlpha &&
+          is_integer_dtype(source_.tensors[i].dtype))
+        return Status(StatusCode::kMalformedFile, source_.name + ": " + source_.tensors[i].key +
+                                                      " is of type " +
+                                                      file_dtype_name(source_.tensors[i].dtype) +
+                                                      ", expected floating-point numbers");
       entry.tensors.push_back(source_.tensors[i]);
       AdapterTensor& tensor = entry.tensors.back();
       tensor.role = place.role;

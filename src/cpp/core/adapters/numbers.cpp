@@ -74,6 +74,23 @@ bool is_float_dtype(FileDType dtype) {
   }
 }
 
+bool is_integer_dtype(FileDType dtype) {
+  switch (dtype) {
+    case FileDType::kBool:
+    case FileDType::kU8:
+    case FileDType::kI8:
+    case FileDType::kU16:
+    case FileDType::kI16:
+    case FileDType::kU32:
+    case FileDType::kI32:
+    case FileDType::kU64:
+    case FileDType::kI64:
+      return true;
+    default:
+      return false;
+  }
+}
+
 bool element_value(FileDType dtype, const void* data, int64_t index, double* value) {
   switch (dtype) {
     case FileDType::kF64:

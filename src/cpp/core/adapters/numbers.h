@@ -16,6 +16,7 @@ std::string shape_words(const std::vector<int64_t>& shape);  // "[2, 3]"
 bool element_value(FileDType dtype, const void* data, int64_t index, double* value);
 // Widens `count` elements from the first on; false as above.
 bool widen_elements(FileDType dtype, const void* data, int64_t count, float* out);
-bool is_float_dtype(FileDType dtype);  // F64, F32, F16, BF16, F8_E4M3, F8_E5M2
+bool is_float_dtype(FileDType dtype);    // F64, F32, F16, BF16, F8_E4M3, F8_E5M2
+bool is_integer_dtype(FileDType dtype);  // BOOL too
 
 }  // namespace loraaccel

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 from loraaccel.safetensors._framework import buffer_at, framework
+from loraaccel.safetensors._save import check_name
 
 Described = dict[
     str, Any
@@ -28,6 +29,7 @@ def array_of(described: Described, name: str) -> Any:
 
 def described_array(role: str, key: str, array: Any) -> Described:
     """What the core needs of an array; its memory is kept by "owner". Other layouts than dense are copied."""
+    check_name(key)
     if hasattr(array, "data_ptr"):
         from loraaccel.safetensors._torch_tensors import FILE_DTYPES
 
