@@ -123,6 +123,8 @@ def test_what_was_kept_must_be_of_every_file_and_of_this_merge(tmp_path):
         (merged, "own place"),
         (base, "is the base model"),
         (merged / ".." / "m", "own place"),
+        (base / "x" / "k", "is in a model's folder"),
+        (merged / "k", "is in a model's folder"),
     ):
         with pytest.raises(ValueError, match=text):
             adapters.merge(base, adapter, merged, keep=place)

@@ -213,21 +213,20 @@ std::string kept_place(const BaseFile& file, const std::string& keep) {
 }
 
 // The files that are written must be none of those that are read, apart from a model that is merged in place.
-Status check_places(const BaseModel& model, const std::string& target, const std::string& keep) {
+Status check_places(const BaseModel& model, const std::string& base, const std::string& target,
+                    const std::string& keep) {
   if (keep.empty()) return Status();
   if (same_place(keep, target))
     return Status(StatusCode::kInvalidArgument,
                   keep + " is the merged model's own place, expected another for what is kept");
-  for (const BaseFile& kept : model.files) {
-    const std::string place = kept_place(kept, keep);
-    for (const BaseFile& file : model.files) {
-      if (same_place(place, file.source))
-        return Status(StatusCode::kInvalidArgument,
-                      place + " is the base model, expected another place for what is kept of it");
-      if (same_place(place, file.target))
-        return Status(StatusCode::kInvalidArgument,
-                      place + " is the merged model's, expected another place for what is kept");
-    }
+  const bool folder = !model.files[0].name.empty();
+  if (folder && (inside(keep, base) || inside(keep, target)))
+    return Status(StatusCode::kInvalidArgument,
+                  keep + " is in a model's folder, expected another place for what is kept");
+  for (const BaseFile& file : model.files) {
+    if (same_place(kept_place(file, keep), file.source))
+      return Status(StatusCode::kInvalidArgument,
+                    keep + " is the base model, expected another place for what is kept of it");
   }
   return Status();
 }
@@ -295,7 +294,7 @@ Status merge_adapters(const std::string& base, std::span<const AdapterToMerge> a
     return Status(StatusCode::kInvalidArgument,
                   options.keep + ": original bytes are kept where the dtype stays, " +
                       file_dtype_name(*options.dtype) + " would change every tensor");
-  LORAACCEL_RETURN_IF_ERROR(check_places(model, target, options.keep));
+  LORAACCEL_RETURN_IF_ERROR(check_places(model, base, target, options.keep));
   for (const auto& [from, to] : model.others) {
     if (from.ends_with(".safetensors.index.json")) LORAACCEL_RETURN_IF_ERROR(check_index(from));
   }

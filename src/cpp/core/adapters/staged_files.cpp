@@ -53,6 +53,15 @@ bool same_place(const std::string& a, const std::string& b) {
   return error ? a == b : first == second;
 }
 
+bool inside(const std::string& path, const std::string& folder) {
+  std::error_code error;
+  for (fs::path p = fs::weakly_canonical(path, error).parent_path(); p.has_relative_path();
+       p = p.parent_path()) {
+    if (same_place(p.string(), folder)) return true;
+  }
+  return false;
+}
+
 StagedFiles::~StagedFiles() {
   std::error_code error;
   const FileOps& ops = system_file_ops();

@@ -10,6 +10,8 @@ namespace loraaccel {
 
 // Two names of one file or folder, whether it is there or not.
 bool same_place(const std::string& a, const std::string& b);
+// Is `path` below `folder`?
+bool inside(const std::string& path, const std::string& folder);
 
 // Files are written beside their targets, under other names, and moved at the end; what was not moved is removed, and
 // where a move fails those before it are taken back. What a process that was killed has left, the next one for the
