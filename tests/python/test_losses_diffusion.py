@@ -187,6 +187,11 @@ def test_thresholds():
     exponential = huber_threshold(steps, schedule="exponential")
     assert exponential.tolist() == pytest.approx([1, 0.316227766, 0.1**0.999], rel=1e-6)
     table = losses.alphas_cumprod_of(losses.scaled_linear_betas())
+    with loraaccel.disabled():
+        in_torch = huber_threshold(steps, alphas_cumprod=table)
+    torch.testing.assert_close(huber_threshold(steps, alphas_cumprod=table), in_torch, rtol=1e-6, atol=0)
+    with pytest.raises(RuntimeError, match="1000"):
+        huber_threshold(torch.tensor([1000]), alphas_cumprod=table)
     assert torch.equal(
         huber_threshold(steps, alphas_cumprod=table, huber_scale=9),
         huber_threshold(steps, alphas_cumprod=table),
@@ -309,6 +314,21 @@ def test_mask_is_resized_by_area():
     ours = diffusion_loss(pred, target, mask=mask, reduction="none")
     torch.testing.assert_close(ours.flatten(), torch.tensor([2 / 3, 2 / 3]))
     torch.testing.assert_close(diffusion_loss(pred, target, mask=mask[:, 0], reduction="none"), ours)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.tuples(*[st.integers(1, 40)] * 2), to=st.tuples(*[st.integers(2, 12)] * 2),
+    dtype=st.sampled_from(FLOATS), step=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_resized_masks_are_those_of_torch(sizes, to, dtype, step):
+    torch.manual_seed(0)
+    mask = torch.rand(2, 1, sizes[0] * step, sizes[1]).to(dtype)[:, :, ::step]
+    pred = torch.zeros(2, 3, *to)
+    ours = diffusion_loss(pred, pred + 1, mask=mask, reduction="none")
+    expected = F.interpolate(mask.double(), size=to, mode="area") if sizes != to else mask
+    if not all(n in (1, m) for n, m in zip(sizes, to, strict=True)):
+        torch.testing.assert_close(ours.double(), expected.double().expand(2, 3, *to), rtol=1e-6, atol=1e-6)
 
 
 def test_mask_errors():
@@ -501,6 +521,14 @@ def test_operator_checks():
     args = (torch.tensor([3]), torch.rand(10), 5.0, True, 0.5, True, False)
     torch.library.opcheck(
         torch.ops.loraaccel.snr_scale.default, args, test_utils=("test_schema", "test_faketensor")
+    )
+    torch.library.opcheck(
+        torch.ops.loraaccel.huber_threshold.default,
+        (torch.tensor([3]), torch.rand(10), 0.1),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    torch.library.opcheck(
+        torch.ops.loraaccel.area_resize.default, (mask, 3, 2), test_utils=("test_schema", "test_faketensor")
     )
     loss = op(pred.requires_grad_(), target, None, None, None, None, 0, 1, False, [True, False, False])
     with pytest.raises(RuntimeError, match="not differentiable"):

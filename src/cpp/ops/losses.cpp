@@ -271,16 +271,25 @@ std::vector<Tensor> diffusion_loss_op(const Tensor& pred, const Tensor& target,
   return outputs;
 }
 
+namespace {
+
+// int64 [B], one after the other.
+Tensor dense_timesteps(const Tensor& timesteps, const char* op) {
+  if (!bridge::is_int64(timesteps) || timesteps.dim() != 1) {
+    bridge::fail(StatusCode::kInvalidArgument, std::string(op) + ": timesteps of shape " +
+                                                   bridge::shape_text(timesteps) +
+                                                   ", expected int64 of shape [B]");
+  }
+  return timesteps.is_contiguous() ? timesteps : bridge::dense_copy(timesteps);
+}
+
+}  // namespace
+
 Tensor snr_scale_op(const Tensor& timesteps, const Tensor& table, double min_snr_gamma,
                     bool scale_v_pred_like_noise_pred, double v_pred_like_loss,
                     bool debiased_estimation, bool v_prediction) {
   constexpr const char* kOp = "snr_scale";
-  if (!bridge::is_int64(timesteps) || timesteps.dim() != 1) {
-    bridge::fail(StatusCode::kInvalidArgument, std::string(kOp) + ": timesteps of shape " +
-                                                   bridge::shape_text(timesteps) +
-                                                   ", expected int64 of shape [B]");
-  }
-  const Tensor steps = timesteps.is_contiguous() ? timesteps : bridge::dense_copy(timesteps);
+  const Tensor steps = dense_timesteps(timesteps, kOp);
   const Dense snr(table, kOp, "the SNR table");
   Tensor factors = bridge::empty({steps.numel()}, snr.dtype);
   SnrScaleArgs args;
@@ -295,6 +304,50 @@ Tensor snr_scale_op(const Tensor& timesteps, const Tensor& table, double min_snr
   args.factors = TensorView::vector(factors.data_ptr(), snr.dtype, args.count);
   bridge::run([&](const ExecContext& ctx) { return snr_scale(ctx, args); });
   return factors;
+}
+
+Tensor huber_threshold_op(const Tensor& timesteps, const Tensor& table, double huber_c) {
+  constexpr const char* kOp = "huber_threshold";
+  const Tensor steps = dense_timesteps(timesteps, kOp);
+  const Dense cumulative(table, kOp, "the table");
+  Tensor thresholds = bridge::empty({steps.numel()}, cumulative.dtype);
+  HuberThresholdArgs args;
+  args.timesteps = static_cast<const int64_t*>(steps.data_ptr());
+  args.count = steps.numel();
+  args.table = cumulative.vector();
+  args.huber_c = huber_c;
+  args.thresholds = TensorView::vector(thresholds.data_ptr(), cumulative.dtype, args.count);
+  bridge::run([&](const ExecContext& ctx) { return huber_threshold(ctx, args); });
+  return thresholds;
+}
+
+Tensor area_resize_op(const Tensor& image, int64_t height, int64_t width) {
+  constexpr const char* kOp = "area_resize";
+  const int64_t dims = image.dim();
+  if (dims < 2 || height < 0 || width < 0) {
+    bridge::fail(StatusCode::kShapeMismatch,
+                 std::string(kOp) + ": image has shape " + bridge::shape_text(image) +
+                     " and is to be " + std::to_string(height) + " x " + std::to_string(width) +
+                     ", expected [..., H, W] and sizes of at least 0");
+  }
+  const Dense dense(image, kOp, "image");
+  std::vector<int64_t> shape;
+  int64_t planes = 1;
+  for (int64_t i = 0; i < dims - 2; ++i) {
+    shape.push_back(image.size(i));
+    planes *= image.size(i);
+  }
+  shape.push_back(height);
+  shape.push_back(width);
+  const DType dtype = dense.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  Tensor resized = bridge::empty(shape, dtype);
+  if (planes == 0) return resized;
+  AreaResizeArgs args;
+  args.image = dense.matrix(planes * image.size(dims - 2), image.size(dims - 1));
+  args.resized = TensorView::matrix(resized.data_ptr(), dtype, planes * height, width);
+  args.planes = planes;
+  bridge::run([&](const ExecContext& ctx) { return area_resize(ctx, args); });
+  return resized;
 }
 
 }  // namespace loraaccel::operators

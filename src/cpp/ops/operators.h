@@ -146,4 +146,10 @@ Tensor snr_scale_op(const Tensor& timesteps, const Tensor& table, double min_snr
                     bool scale_v_pred_like_noise_pred, double v_pred_like_loss,
                     bool debiased_estimation, bool v_prediction);
 
+// Thresholds of the samples' pseudo-Huber losses [B] in the type of the table [T]; timesteps int64 [B].
+Tensor huber_threshold_op(const Tensor& timesteps, const Tensor& table, double huber_c);
+
+// [..., H, W] to [..., height, width] by means over windows, float32 or float64.
+Tensor area_resize_op(const Tensor& image, int64_t height, int64_t width);
+
 }  // namespace loraaccel::operators

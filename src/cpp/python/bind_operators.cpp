@@ -102,6 +102,10 @@ void register_operators(py::module_& m) {
   ops.def("snr_scale", &operators::snr_scale_op, py::arg("timesteps"), py::arg("table"),
           py::arg("min_snr_gamma"), py::arg("scale_v_pred_like_noise_pred"),
           py::arg("v_pred_like_loss"), py::arg("debiased_estimation"), py::arg("v_prediction"));
+  ops.def("huber_threshold", &operators::huber_threshold_op, py::arg("timesteps"), py::arg("table"),
+          py::arg("huber_c"));
+  ops.def("area_resize", &operators::area_resize_op, py::arg("image"), py::arg("height"),
+          py::arg("width"));
 }
 
 }  // namespace loraaccel::python

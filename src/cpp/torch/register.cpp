@@ -70,6 +70,8 @@ STABLE_TORCH_LIBRARY(loraaccel, m) {
       "snr_scale(Tensor timesteps, Tensor table, float min_snr_gamma, bool "
       "scale_v_pred_like_noise_pred, float v_pred_like_loss, bool debiased_estimation, bool "
       "v_prediction) -> Tensor");
+  m.def("huber_threshold(Tensor timesteps, Tensor table, float huber_c) -> Tensor");
+  m.def("area_resize(Tensor image, int height, int width) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
@@ -91,4 +93,6 @@ STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
   m.impl("bce_with_logits", TORCH_BOX(&operators::bce_with_logits_op));
   m.impl("diffusion_loss", TORCH_BOX(&operators::diffusion_loss_op));
   m.impl("snr_scale", TORCH_BOX(&operators::snr_scale_op));
+  m.impl("huber_threshold", TORCH_BOX(&operators::huber_threshold_op));
+  m.impl("area_resize", TORCH_BOX(&operators::area_resize_op));
 }

@@ -117,4 +117,28 @@ struct SnrScaleArgs {
 // Fails with kInvalidArgument for a timestep that is not in the table, else as bce_with_logits.
 Status snr_scale(const ExecContext& ctx, const SnrScaleArgs& args);
 
+// c of diffusion_loss for each sample:  (1 - c0) / (1 + sigma)^2 + c0,  sigma = sqrt((1 - a) / a),  a = table[timestep].
+struct HuberThresholdArgs {
+  const int64_t* timesteps = nullptr;  // [B], each from 0 to T - 1
+  int64_t count = 0;                   // B
+  TensorView table = {};               // [T] dense: the running products of the schedule's alphas
+  double huber_c = 0.1;                // c0
+  TensorView thresholds = {};          // output, [B] dense
+};
+
+// Errors as of snr_scale.
+Status huber_threshold(const ExecContext& ctx, const HuberThresholdArgs& args);
+
+// Means over the pixels that a pixel of a smaller image covers:  output (i, j) is that of rows floor(i H / h) up to
+// ceil((i + 1) H / h) and of columns likewise, the windows of adaptive average pooling; also where h or w is the larger.
+struct AreaResizeArgs {
+  TensorView image;    // [planes H, W] dense
+  TensorView resized;  // [planes h, w] dense, output
+  int64_t planes = 1;  // images of one size, one after the other
+};
+
+// Fails with kShapeMismatch where the rows are not a multiple of the planes, kInvalidArgument for an empty image with a
+// result that is not.
+Status area_resize(const ExecContext& ctx, const AreaResizeArgs& args);
+
 }  // namespace loraaccel

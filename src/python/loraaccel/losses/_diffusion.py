@@ -23,6 +23,7 @@ from loraaccel.losses._native import (
 )
 
 _op = operator("diffusion_loss")
+_resize_op = operator("area_resize")
 _TYPES = {"l2": 0, "l1": 1, "huber": 2, "smooth_l1": 3}
 
 
@@ -149,18 +150,27 @@ def _threshold(pred: Tensor, huber_c: Tensor | float | None, loss_type: str) -> 
 def _mask(pred: Tensor, mask: Tensor) -> Tensor:
     """The mask of pred's height and width, with as many dimensions as pred."""
     check_tensors("diffusion_loss", {"mask": mask}, pred)
-    given = mask
+    given, to = mask, pred.shape
     if not mask.is_floating_point():
         mask = mask.to(torch.float32)
-    if mask.dim() == pred.dim() - 1 > 0 and mask.shape[0] == pred.shape[0]:
+    if mask.dim() == len(to) - 1 > 0 and mask.shape[0] == to[0]:
         mask = mask.unsqueeze(1)
-    if mask.dim() == pred.dim() == 4 and not _broadcasts(mask.shape[2:], pred.shape[2:]):
-        mask = F.interpolate(mask, size=pred.shape[2:], mode="area")
-    if mask.dim() > pred.dim() or not _broadcasts(mask.shape, pred.shape[pred.dim() - mask.dim() :]):
+    if mask.shape[2:] == to[2:] and mask.shape[:1] == to[:1] and mask.shape[1:2] in ((1,), to[1:2]):
+        return mask
+    if mask.dim() == len(to) == 4 and not _broadcasts(mask.shape[2:], to[2:]):
+        mask = _resized(mask, to[2], to[3])
+    if mask.dim() > len(to) or not _broadcasts(mask.shape, to[len(to) - mask.dim() :]):
         raise ValueError(
-            f"diffusion_loss: mask has shape {list(given.shape)}, expected one that is broadcast to {list(pred.shape)}"
+            f"diffusion_loss: mask has shape {list(given.shape)}, expected one that is broadcast to {list(to)}"
         )
     return mask
+
+
+def _resized(mask: Tensor, height: int, width: int) -> Tensor:
+    if not serves(mask) or (mask.requires_grad and torch.is_grad_enabled()):
+        return F.interpolate(mask, size=(height, width), mode="area")
+    with _autograd._below_autograd():
+        return _resize_op(mask, height, width)
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -269,9 +279,18 @@ def _fake(
 
 def _not_differentiable(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
-        "loraaccel::diffusion_loss: the operator is not differentiable, its gradient is one of its outputs. "
-        "Call loraaccel.losses.diffusion_loss."
+        "loraaccel: the operators diffusion_loss and area_resize are not differentiable, the gradient of the first is "
+        "one of its outputs. Call loraaccel.losses.diffusion_loss."
     )
 
 
 register_autograd("diffusion_loss", _not_differentiable)
+
+
+@register_fake("area_resize")
+def _resize_fake(image: Tensor, height: int, width: int) -> Tensor:
+    dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
+    return image.new_empty((*image.shape[:-2], height, width), dtype=dtype)
+
+
+register_autograd("area_resize", _not_differentiable)

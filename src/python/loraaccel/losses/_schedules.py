@@ -12,6 +12,7 @@ from loraaccel._operators import operator, register_autograd, register_fake
 from loraaccel.losses._native import check_choice, check_tensors, serves
 
 _op = operator("snr_scale")
+_threshold_op = operator("huber_threshold")
 _MOST_SNR = 1000.0
 
 
@@ -127,7 +128,11 @@ def huber_threshold(
         raise ValueError(
             "huber_threshold: alphas_cumprod is None, expected a table [T] for the schedule 'snr'"
         )
-    chosen = alphas_cumprod[timesteps.to(device=alphas_cumprod.device, dtype=torch.int64)]
+    steps = timesteps.to(device=alphas_cumprod.device, dtype=torch.int64)
+    if serves(alphas_cumprod) and steps.dim() == 1:
+        with _autograd._below_autograd():
+            return _threshold_op(steps, alphas_cumprod, huber_c).to(timesteps.device)
+    chosen = alphas_cumprod[steps]
     sigmas = ((1.0 - chosen) / chosen) ** 0.5
     return ((1 - huber_c) / (1 + sigmas) ** 2 + huber_c).to(timesteps.device)
 
@@ -157,8 +162,14 @@ def _fake(
     return table.new_empty(timesteps.shape)
 
 
+@register_fake("huber_threshold")
+def _threshold_fake(timesteps: Tensor, table: Tensor, huber_c: float) -> Tensor:
+    return table.new_empty(timesteps.shape)
+
+
 def _not_differentiable(ctx: object, *grads: object) -> None:
-    raise RuntimeError("loraaccel::snr_scale: the operator is not differentiable")
+    raise RuntimeError("loraaccel: the operators of schedules are not differentiable")
 
 
 register_autograd("snr_scale", _not_differentiable)
+register_autograd("huber_threshold", _not_differentiable)

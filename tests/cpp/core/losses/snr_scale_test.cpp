@@ -78,6 +78,31 @@ TEST(SnrScale, AllOfThemMultiply) {
   }
 }
 
+TEST(HuberThreshold, FollowsTheSchedule) {
+  TestHost host;
+  const double cumulative[] = {0.99915, 0.5, 0.004660099, 0};
+  const double expected[] = {0, 0, 0.103691293, 0.1};
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    for (int64_t t = 0; t < 4; ++t) {
+      int64_t i = 0;
+      const Operand table =
+          Operand::vector(dtype, 4, Layout::kDense, [&] { return cumulative[i++]; });
+      const Operand out = Operand::vector_output(dtype, 1);
+      HuberThresholdArgs args;
+      args.timesteps = &t;
+      args.count = 1;
+      args.table = table.view();
+      args.thresholds = out.view();
+      ASSERT_TRUE(huber_threshold(host.context(), args).ok());
+      const double root = 1 + std::sqrt((1 - table.at(t)) / table.at(t));
+      EXPECT_NEAR(out.at(0), 0.9 / (root * root) + 0.1, 3e-7);
+      if (expected[t] > 0) {
+        EXPECT_NEAR(out.at(0), expected[t], 1e-7);
+      }
+    }
+  }
+}
+
 TEST(SnrScale, TimestepsOutsideTheTable) {
   TestHost host;
   const Operand table = Operand::vector(DType::kFloat32, 4, Layout::kDense, [] { return 1.0; });
@@ -92,6 +117,12 @@ TEST(SnrScale, TimestepsOutsideTheTable) {
     const Status status = snr_scale(host.context(), args);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_NE(status.message().find(std::to_string(bad)), std::string::npos) << status.message();
+    HuberThresholdArgs more;
+    more.timesteps = timesteps.data();
+    more.count = 2;
+    more.table = table.view();
+    more.thresholds = out.view();
+    EXPECT_EQ(huber_threshold(host.context(), more).code(), StatusCode::kInvalidArgument);
     EXPECT_TRUE(out.untouched());
   }
 }

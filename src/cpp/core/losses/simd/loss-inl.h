@@ -52,12 +52,17 @@ const float* numbers_at(const LossNumbers& a, int64_t at, int n, float* memory) 
 }
 
 // Pairwise: at most six roundings, and none where all numbers are the same.
-LORAACCEL_INLINE float block_sum(float* v) {
-  for (int i = 0; i < 32; ++i) v[i] += v[i + 32];
-  for (int i = 0; i < 16; ++i) v[i] += v[i + 16];
-  for (int i = 0; i < 8; ++i) v[i] += v[i + 8];
-  for (int i = 0; i < 4; ++i) v[i] += v[i + 4];
-  return (v[0] + v[2]) + (v[1] + v[3]);
+LORAACCEL_INLINE float block_sum(const float* v) {
+  constexpr int kVectors = kBlock / V::kLanes;
+  typename V::F sums[kVectors];
+#pragma GCC unroll 16
+  for (int k = 0; k < kVectors; ++k) sums[k] = V::load(v + k * V::kLanes);
+#pragma GCC unroll 4
+  for (int half = kVectors / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int k = 0; k < half; ++k) sums[k] = V::add(sums[k], sums[k + half]);
+  }
+  return V::sum(sums[0]);
 }
 
 // log(1 + e), 0 <= e <= 1, within 2 ulp: 2 atanh z with z = e / (2 + e), a polynomial in z^2 <= 1 / 9 fitted at Chebyshev
@@ -139,12 +144,15 @@ LORAACCEL_INLINE void bce_block(const LossRun& r, const Block& in, float* __rest
   const float gamma = r.focal_gamma;
   const float ignored = r.ignore_index;
   const float scale = r.grad_scale;
+  // Two loops: one of them would be a chain so long that few of its turns overlap.
+  alignas(64) float exps[kBlock];
+  for (int i = 0; i < kBlock; ++i) exps[i] = fast_exp(in.x[i] < 0.0F ? in.x[i] : -in.x[i]);
   for (int i = 0; i < kBlock; ++i) {
     const float x = in.x[i];
     const float given = in.target[i];
     const float t = given * keep + lift;
     const float p = in.pos_weight[i];
-    const float e = fast_exp(x < 0.0F ? x : -x);
+    const float e = exps[i];
     const float near = 1.0F / (1.0F + e);  // the sigmoid of |x|, and of -|x|
     const float far = e * near;
     const float s = x < 0.0F ? far : near;
@@ -175,26 +183,28 @@ template <LossKind kind>
 double run_of(const LossRun& r) {
   alignas(64) float memory[5][kBlock];
   alignas(64) float loss[kBlock];
-  alignas(64) float grad[kBlock];
+  alignas(64) float grads[kBlock];
   const LossNumbers* const operands[5] = {&r.x, &r.target, &r.weight, &r.pos_weight, &r.upstream};
   for (int k = 0; k < 5; ++k) {
     for (int i = 0; i < kBlock; ++i) memory[k][i] = operands[k]->value;
   }
+  const bool direct = r.grad != nullptr && r.grad_dtype == DType::kFloat32;
   double sum = 0;
   for (int64_t at = 0; at < r.count; at += kBlock) {
     const int n = (int)(r.count - at < kBlock ? r.count - at : kBlock);
     const float* p[5];
     for (int k = 0; k < 5; ++k) p[k] = numbers_at(*operands[k], at, n, memory[k]);
     const Block in = {p[0], p[1], p[2], p[3], p[4]};
+    float* grad = direct && n == kBlock ? static_cast<float*>(r.grad) + at : grads;
     if constexpr (kind == LossKind::kBce || kind == LossKind::kFocalBce) {
       bce_block<kind == LossKind::kFocalBce>(r, in, loss, grad);
     } else {
       difference_block<kind>(r, in, loss, grad);
     }
-    if (r.grad != nullptr) store_numbers(r.grad_dtype, r.grad, at, n, grad);
+    if (r.grad != nullptr && grad == grads) store_numbers(r.grad_dtype, r.grad, at, n, grads);
     if (r.loss != nullptr) {
-      for (int i = 0; i < kBlock; ++i) grad[i] = loss[i] * r.loss_scale;
-      store_numbers(r.loss_dtype, r.loss, at, n, grad);
+      for (int i = 0; i < kBlock; ++i) grads[i] = loss[i] * r.loss_scale;
+      store_numbers(r.loss_dtype, r.loss, at, n, grads);
     }
     if (r.sum) {
       for (int i = n; i < kBlock; ++i) loss[i] = 0;
