@@ -74,6 +74,7 @@ class BroadcastOperand {
 
   void write_out() {
     std::vector<int64_t> shape;
+    shape.reserve(dims_.size());
     for (const Dimension& d : dims_) shape.push_back(d.size);
     Tensor full = bridge::empty(shape, view_.dtype);
     const size_t size = dtype_size_bytes(view_.dtype);

@@ -88,7 +88,8 @@ double kept_elements(const LossCall& call, int64_t b) {
   }
   for (int64_t i = 0; i < m.period; ++i)
     kept += read_number(m.dtype, m.data, b * m.sample_stride + i);
-  return kept * static_cast<double>(size / m.period);
+  const int64_t times = size / m.period;
+  return kept * static_cast<double>(times);
 }
 
 struct SampleScales {

@@ -4,8 +4,8 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include <immintrin.h>
-#include <math.h>
-#include <string.h>
+#include <cmath>
+#include <cstring>
 
 namespace loraaccel {
 namespace losses_avx2 {

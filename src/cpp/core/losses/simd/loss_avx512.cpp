@@ -4,8 +4,8 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
 #include <immintrin.h>
-#include <math.h>
-#include <string.h>
+#include <cmath>
+#include <cstring>
 
 namespace loraaccel {
 namespace losses_avx512 {

@@ -4,8 +4,8 @@
 #if defined(__ARM_NEON) && defined(__aarch64__)
 
 #include <arm_neon.h>
-#include <math.h>
-#include <string.h>
+#include <cmath>
+#include <cstring>
 
 namespace loraaccel {
 namespace losses_neon {

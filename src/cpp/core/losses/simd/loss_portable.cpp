@@ -1,8 +1,8 @@
 // For any CPU.
 #include "losses/simd/loss_simd.h"
 
-#include <math.h>
-#include <string.h>
+#include <cmath>
+#include <cstring>
 
 #include "half.h"
 
