@@ -98,6 +98,7 @@ def run_as_old_cpu(session: nox.Session, build: Path) -> None:
         ("core", "-*Fork*"),
         ("checkpoint", "*"),
         ("adapters", "*"),
+        ("losses", "-*/torch:*/ref"),
         ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref"),
     ):
         program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
@@ -134,6 +135,7 @@ def run_clang_tidy(session: nox.Session) -> None:
 
 OLDER_TORCH_TESTS = (
     "runtime", "errors", "lora_linear", "lora_qkv", "lora_mlp", "family", "norms", "kohya", "peft_forms", "peft_state",
+    "losses_bce", "losses_diffusion",
 )  # fmt: skip
 
 
@@ -191,9 +193,9 @@ def aarch64(session: nox.Session) -> None:
 
 def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
     """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
-    core, checkpoint, adapters, lora = (
+    core, checkpoint, adapters, losses, lora = (
         str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
-        for area in ("core", "checkpoint", "adapters", "lora")
+        for area in ("core", "checkpoint", "adapters", "losses", "lora")
     )
     # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
     run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
@@ -202,6 +204,7 @@ def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) ->
     # neon_bf16 is never left out: that it cannot run, the tests have to find out.
     left_out = sorted(ARM_CPUS["max"] - ARM_CPUS[cpu] - {"neon_bf16"})
     only = "*" if not left_out else "-" + ":".join(f"*/{kernel}" for kernel in left_out)
+    run_under_qemu(session, cpu, losses, f"--gtest_filter={only}")
     run_under_qemu(session, cpu, lora, f"--gtest_filter={only}", f"--gtest_output=json:{report}")
     suites = json.loads(report.read_text())["testsuites"]
     cases = [case for suite in suites if suite["name"].startswith("Kernel/") for case in suite["testsuite"]]

@@ -1,11 +1,12 @@
 # gcc 12 needs minutes for a unit with sanitizers at -O3; the presets for them say -O1.
 set(LORAACCEL_KERNEL_OPTIMISATION "-O3" CACHE STRING "Optimisation of the units of one instruction set")
 
-# Instruction-set flags of single files. On other processors such a file compiles to an empty list entry.
+# Instruction-set flags of single files, and further ones given. On other processors such a file compiles to an empty
+# list entry.
 function(loraaccel_isa_flags file isa)
   set(_avx2 -mavx2 -mfma -mf16c)
   set(_avx512 ${_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
-  set(_flags ${LORAACCEL_KERNEL_OPTIMISATION})
+  set(_flags ${LORAACCEL_KERNEL_OPTIMISATION} ${ARGN})
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     if(isa STREQUAL "avx2")
       list(APPEND _flags ${_avx2})

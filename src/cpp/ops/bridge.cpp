@@ -12,15 +12,6 @@
 namespace loraaccel::bridge {
 namespace {
 
-std::string shape_text(const Tensor& t) {
-  std::string text = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) {
-    if (i > 0) text += ", ";
-    text += std::to_string(t.size(i));
-  }
-  return text + "]";
-}
-
 // An output this large is fresh from the kernel each time (malloc gives such blocks back), and writing to it faults once
 // per page: a sixth of the time of a layer of 4096 x 2304 floats. Only whole huge pages inside the tensor are asked for,
 // so that no memory is used beyond it; where the system has none the advice does nothing.
@@ -37,6 +28,15 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t byt
 }
 
 }  // namespace
+
+std::string shape_text(const Tensor& t) {
+  std::string text = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(t.size(i));
+  }
+  return text + "]";
+}
 
 void fail(StatusCode code, const std::string& message) {
   throw std::runtime_error("loraaccel::" + Status(code, message).to_string());

@@ -31,6 +31,8 @@ ExecContext context(const char** kernel_ran);
 // Throws std::runtime_error with the status's text, its native stack included, unless it is ok.
 void throw_if_error(const Status& status);
 [[noreturn]] void fail(StatusCode code, const std::string& message);
+// "[2, 3]"
+std::string shape_text(const Tensor& tensor);
 
 // Views keep the tensor's memory, not the tensor: it must outlive them.
 TensorView matrix_view(const Tensor& tensor, const char* op, const char* name);

@@ -122,4 +122,34 @@ std::vector<Tensor> column_gain_backward_op(const Tensor& grad, const Tensor& z,
                                             const OptionalTensor& bias, bool centred,
                                             const std::vector<bool>& output_mask);
 
+// What output_mask asks for: the loss, [] or for reduction 0 (none; 1 mean, 2 sum) of the shape of input, in the type of
+// target as in torch; and the gradient of input. weight and pos_weight are broadcast against input; upstream has the
+// loss's shape; an ignore_index of NaN ignores nothing. Not differentiable: the gradient is an output.
+std::vector<Tensor> bce_with_logits_op(const Tensor& input, const Tensor& target,
+                                       const OptionalTensor& weight,
+                                       const OptionalTensor& pos_weight,
+                                       const OptionalTensor& upstream, double label_smoothing,
+                                       double focal_gamma, double ignore_index, int64_t reduction,
+                                       bool mean_of_kept, const std::vector<bool>& output_mask);
+
+// What output_mask asks for: the loss, [], [B] (reduction 3, samples) or of the shape of pred [B, ...], float32 or
+// float64; the losses of the samples [B]; the gradient of pred. loss_type: 0 l2, 1 l1, 2 huber, 3 smooth_l1; huber_c and
+// factors [B]; mask is broadcast against pred. Not differentiable.
+std::vector<Tensor> diffusion_loss_op(const Tensor& pred, const Tensor& target,
+                                      const OptionalTensor& huber_c, const OptionalTensor& factors,
+                                      const OptionalTensor& mask, const OptionalTensor& upstream,
+                                      int64_t loss_type, int64_t reduction, bool mean_of_kept,
+                                      const std::vector<bool>& output_mask);
+
+// Factors of the samples' losses [B] in the type of the table [T]; timesteps int64 [B].
+Tensor snr_scale_op(const Tensor& timesteps, const Tensor& table, double min_snr_gamma,
+                    bool scale_v_pred_like_noise_pred, double v_pred_like_loss,
+                    bool debiased_estimation, bool v_prediction);
+
+// Thresholds of the samples' pseudo-Huber losses [B] in the type of the table [T]; timesteps int64 [B].
+Tensor huber_threshold_op(const Tensor& timesteps, const Tensor& table, double huber_c);
+
+// [..., H, W] to [..., height, width] by means over windows, float32 or float64.
+Tensor area_resize_op(const Tensor& image, int64_t height, int64_t width);
+
 }  // namespace loraaccel::operators

@@ -91,6 +91,21 @@ void register_operators(py::module_& m) {
           py::arg("centred"));
   ops.def("column_gain_backward", &operators::column_gain_backward_op, grad, py::arg("z"),
           py::arg("gain"), bias, py::arg("centred"), mask);
+  const py::arg target("target"), upstream("upstream"), reduction("reduction"),
+      mean_of_kept("mean_of_kept");
+  ops.def("bce_with_logits", &operators::bce_with_logits_op, py::arg("input"), target, weight,
+          py::arg("pos_weight"), upstream, py::arg("label_smoothing"), py::arg("focal_gamma"),
+          py::arg("ignore_index"), reduction, mean_of_kept, mask);
+  ops.def("diffusion_loss", &operators::diffusion_loss_op, py::arg("pred"), target,
+          py::arg("huber_c"), py::arg("factors"), py::arg("mask"), upstream, py::arg("loss_type"),
+          reduction, mean_of_kept, mask);
+  ops.def("snr_scale", &operators::snr_scale_op, py::arg("timesteps"), py::arg("table"),
+          py::arg("min_snr_gamma"), py::arg("scale_v_pred_like_noise_pred"),
+          py::arg("v_pred_like_loss"), py::arg("debiased_estimation"), py::arg("v_prediction"));
+  ops.def("huber_threshold", &operators::huber_threshold_op, py::arg("timesteps"), py::arg("table"),
+          py::arg("huber_c"));
+  ops.def("area_resize", &operators::area_resize_op, py::arg("image"), py::arg("height"),
+          py::arg("width"));
 }
 
 }  // namespace loraaccel::python

@@ -58,6 +58,20 @@ STABLE_TORCH_LIBRARY(loraaccel, m) {
   m.def(
       "column_gain_backward(Tensor grad, Tensor z, Tensor gain, Tensor? bias, bool centred, "
       "bool[] output_mask) -> Tensor[]");
+  m.def(
+      "bce_with_logits(Tensor input, Tensor target, Tensor? weight, Tensor? pos_weight, Tensor? "
+      "upstream, float label_smoothing, float focal_gamma, float ignore_index, int reduction, bool "
+      "mean_of_kept, bool[] output_mask) -> Tensor[]");
+  m.def(
+      "diffusion_loss(Tensor pred, Tensor target, Tensor? huber_c, Tensor? factors, Tensor? mask, "
+      "Tensor? upstream, int loss_type, int reduction, bool mean_of_kept, bool[] output_mask) -> "
+      "Tensor[]");
+  m.def(
+      "snr_scale(Tensor timesteps, Tensor table, float min_snr_gamma, bool "
+      "scale_v_pred_like_noise_pred, float v_pred_like_loss, bool debiased_estimation, bool "
+      "v_prediction) -> Tensor");
+  m.def("huber_threshold(Tensor timesteps, Tensor table, float huber_c) -> Tensor");
+  m.def("area_resize(Tensor image, int height, int width) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
@@ -76,4 +90,9 @@ STABLE_TORCH_LIBRARY_IMPL(loraaccel, CPU, m) {
   m.impl("weight_norms", TORCH_BOX(&operators::weight_norms_op));
   m.impl("column_gain", TORCH_BOX(&operators::column_gain_op));
   m.impl("column_gain_backward", TORCH_BOX(&operators::column_gain_backward_op));
+  m.impl("bce_with_logits", TORCH_BOX(&operators::bce_with_logits_op));
+  m.impl("diffusion_loss", TORCH_BOX(&operators::diffusion_loss_op));
+  m.impl("snr_scale", TORCH_BOX(&operators::snr_scale_op));
+  m.impl("huber_threshold", TORCH_BOX(&operators::huber_threshold_op));
+  m.impl("area_resize", TORCH_BOX(&operators::area_resize_op));
 }

@@ -5,82 +5,27 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
-#include <new>
 #include <span>
 #include <string>
-#include <utility>
 
 #include "lora/packed_weight.h"
 #include "loraaccel/lora_linear.h"
-#include "scratch.h"
+#include "operand_checks.h"
 
 namespace loraaccel {
-
-inline std::string shape_text(const TensorView& v) {
-  if (v.ndim == 0) return "(undefined)";
-  if (v.ndim == 1) return "[" + std::to_string(v.shape[0]) + "]";
-  return "[" + std::to_string(v.shape[0]) + ", " + std::to_string(v.shape[1]) + "]";
-}
-
-inline const char* device_name(DeviceType device) {
-  return device == DeviceType::kCUDA ? "a CUDA device" : "the CPU";
-}
 
 inline DType sum_type_of(DType x) {
   return x == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
 
-// Collects what the messages need: the operator, and the prefix of an adapter's operands.
-class Checker {
+class Checker : public OperandChecker {
  public:
-  Checker(const char* op, DeviceType device) : op_(op), device_(device) {}
-
-  // What messages name before the operand from now on: one of several layers. Empty: there is only one.
-  void set_layer(std::string name) { layer_ = std::move(name); }
-
-  Status fail(StatusCode code, const std::string& text) const;
-
-  Status matrix(const char* name, const TensorView& v, int64_t rows, int64_t cols,
-                const char* letters) const {
-    if (v.ndim != 2 || v.shape[0] != rows || v.shape[1] != cols) {
-      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
-                                                  ", expected [" + std::to_string(rows) + ", " +
-                                                  std::to_string(cols) + "] (" + letters + ")");
-    }
-    return pointer(name, v);
-  }
-
-  Status vector(const char* name, const TensorView& v, int64_t size, const char* letter) const {
-    if (v.ndim != 1 || v.shape[0] != size) {
-      return fail(StatusCode::kShapeMismatch, std::string(name) + " has shape " + shape_text(v) +
-                                                  ", expected [" + std::to_string(size) + "] (" +
-                                                  letter + ")");
-    }
-    return pointer(name, v);
-  }
-
-  Status dtype(const char* name, const TensorView& v, DType wanted, const char* of) const {
-    if (v.dtype == wanted) return Status();
-    return fail(StatusCode::kUnsupportedDtype, std::string(name) + " is " + dtype_name(v.dtype) +
-                                                   ", expected " + dtype_name(wanted) + " as " +
-                                                   of);
-  }
+  using OperandChecker::OperandChecker;
 
   // That of the layer, or float32 beside 16-bit operands.
   Status bias_dtype(const char* name, const TensorView& v, DType layer, const char* of) const {
     if (v.dtype == DType::kFloat32 && layer != DType::kFloat64) return Status();
     return dtype(name, v, layer, of);
-  }
-
-  Status pointer(const char* name, const TensorView& v) const {
-    if (v.numel() != 0 && v.data == nullptr)
-      return fail(StatusCode::kInvalidArgument, std::string(name) + " is null");
-    if (v.device != device_) {
-      return fail(StatusCode::kUnsupportedDevice, std::string(name) + " is on " +
-                                                      device_name(v.device) + ", expected " +
-                                                      device_name(device_) + " as the context");
-    }
-    return Status();
   }
 
   Status adapter(const LoraAdapter& ad, const TensorView& x, const TensorView& w) const {
@@ -142,16 +87,6 @@ class Checker {
     return Status();
   }
 
-  Status context(const ExecContext& ctx) const {
-    if (ctx.num_threads >= 1 && ctx.parallel != nullptr && ctx.allocate != nullptr &&
-        ctx.deallocate != nullptr) {
-      return Status();
-    }
-    return fail(StatusCode::kInvalidArgument,
-                "the context lacks threads, parallel, allocate or deallocate, expected all of them "
-                "as in default_context()");
-  }
-
   Status input(const TensorView& x) const {
     if (x.ndim != 2)
       return fail(StatusCode::kShapeMismatch, "x has shape " + shape_text(x) + ", expected [M, K]");
@@ -209,53 +144,13 @@ class Checker {
     return Status();
   }
 
-  // The memory between the lowest and the highest element counts as the operand's, gaps included.
   Status apart(const char* name, const TensorView& out, std::initializer_list<TensorView> inputs,
                std::span<const LoraAdapter> adapters) const {
-    bool overlaps = false;
-    for (const TensorView& in : inputs) overlaps = overlaps || share_memory(out, in);
-    for (const LoraAdapter& ad : adapters) {
-      overlaps = overlaps || share_memory(out, ad.a) || share_memory(out, ad.b);
-    }
-    if (!overlaps) return Status();
-    return fail(StatusCode::kInvalidArgument,
-                std::string(name) + " overlaps an input, expected memory of its own");
+    LORAACCEL_RETURN_IF_ERROR(OperandChecker::apart(name, out, inputs));
+    for (const LoraAdapter& ad : adapters)
+      LORAACCEL_RETURN_IF_ERROR(OperandChecker::apart(name, out, {ad.a, ad.b}));
+    return Status();
   }
-
- private:
-  static bool share_memory(const TensorView& a, const TensorView& b) {
-    if (a.numel() == 0 || b.numel() == 0) return false;
-    const auto [a_low, a_high] = extent(a);
-    const auto [b_low, b_high] = extent(b);
-    return a_low < b_high && b_low < a_high;
-  }
-  static std::pair<uintptr_t, uintptr_t> extent(const TensorView& v) {
-    int64_t low = 0;
-    int64_t high = 1;
-    for (int d = 0; d < v.ndim; ++d) {
-      const int64_t reach = (v.shape[d] - 1) * v.stride[d];
-      (reach < 0 ? low : high) += reach;
-    }
-    const auto size = static_cast<int64_t>(dtype_size_bytes(v.dtype));
-    const auto base = reinterpret_cast<uintptr_t>(v.data);
-    return {base + static_cast<uintptr_t>(low * size), base + static_cast<uintptr_t>(high * size)};
-  }
-
-  const char* op_;
-  DeviceType device_;
-  std::string layer_;
 };
-
-// The standard library may throw bad_alloc; no exception leaves the core.
-template <class F>
-Status without_exceptions(const char* op, const F& f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return out_of_memory(op);
-  } catch (...) {
-    return Status(StatusCode::kInternal, std::string(op) + ": an exception of an unknown type");
-  }
-}
 
 }  // namespace loraaccel

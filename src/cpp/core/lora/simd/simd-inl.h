@@ -317,6 +317,8 @@ void outer(const float* left, int64_t left_stride, DType right_dtype, const void
   }
 }
 
+#include "simd/exp-inl.h"
+
 #include "lora/simd/activation-inl.h"
 #include "lora/simd/dot-inl.h"
 #include "lora/simd/dropout-inl.h"

@@ -12,7 +12,7 @@ namespace loraaccel {
 namespace avx512 {
 namespace {
 
-#include "lora/simd/avx512_trait-inl.h"
+#include "simd/avx512_trait-inl.h"
 using V = Avx512;
 #include "lora/simd/simd-inl.h"
 

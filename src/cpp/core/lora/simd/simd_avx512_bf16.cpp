@@ -13,7 +13,7 @@ namespace loraaccel {
 namespace avx512_bf16 {
 namespace {
 
-#include "lora/simd/avx512_trait-inl.h"
+#include "simd/avx512_trait-inl.h"
 
 struct V : Avx512 {
   static constexpr bool kPairs = true;

@@ -12,7 +12,7 @@ namespace loraaccel {
 namespace neon {
 namespace {
 
-#include "lora/simd/neon_trait-inl.h"
+#include "simd/neon_trait-inl.h"
 using V = Neon;
 #include "lora/simd/simd-inl.h"
 

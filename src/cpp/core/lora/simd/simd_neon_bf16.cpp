@@ -12,7 +12,7 @@ namespace loraaccel {
 namespace neon_bf16 {
 namespace {
 
-#include "lora/simd/neon_trait-inl.h"
+#include "simd/neon_trait-inl.h"
 
 struct V : Neon {
   static constexpr bool kPairs = true;
