@@ -138,9 +138,11 @@ Status read_whole_file(const std::string& path, std::vector<uint8_t>* out) {
   try {
     constexpr size_t kPart = size_t{1} << 20;
     size_t have = 0;
-    for (size_t got = 1; got > 0; have += got) {
+    size_t got = kPart;
+    while (got == kPart) {
       if (have + kPart > out->size()) out->resize(std::max(have + kPart, 2 * out->size()));
       got = std::fread(out->data() + have, 1, kPart, file.get());
+      have += got;
     }
     if (std::ferror(file.get()) != 0) return failed("read");
     out->resize(have);

@@ -66,10 +66,9 @@ py::tuple header(const py::buffer& data) {
   const Status status = read_image_header(
       {static_cast<const uint8_t*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)},
       &result);
-  static const char* const kNames[] = {"", "png", "jpeg", "webp", "bmp"};
-  return py::make_tuple(kNames[static_cast<int>(result.format)],
-                        status.ok() ? result.size.width : 0, status.ok() ? result.size.height : 0,
-                        result.orientation);
+  static const char* const names[] = {"", "png", "jpeg", "webp", "bmp"};
+  return py::make_tuple(names[static_cast<int>(result.format)], status.ok() ? result.size.width : 0,
+                        status.ok() ? result.size.height : 0, result.orientation);
 }
 
 Pixels resize(const py::array& image, const Size& size, const Rules& rules,
@@ -103,6 +102,7 @@ void prepare(const std::vector<py::array>& images, const std::vector<Slot>& slot
                           std::to_string(slots.size()) + " slots, expected as many");
   std::vector<PrepareArgs> all;
   const BatchForm form = batch_form(width, height, dtype, mean, std);
+  all.reserve(images.size());
   for (size_t i = 0; i < images.size(); ++i) {
     all.push_back(prepare_args(form, slots[i], image_view(images[i])));
   }

@@ -27,7 +27,7 @@ double ratio(ImageSize size) {
   return static_cast<double>(size.width) / static_cast<double>(size.height);
 }
 
-int64_t round_half_up(double v) { return static_cast<int64_t>(v + 0.5); }
+int64_t round_half_up(double v) { return static_cast<int64_t>(std::floor(v + 0.5)); }
 
 }  // namespace
 
@@ -66,20 +66,19 @@ Status choose_bucket(ImageSize image, std::span<const ImageSize> resolutions, Bu
   for (const ImageSize& size : resolutions)
     LORAACCEL_RETURN_IF_ERROR(check_size(kOp, "a bucket of", size));
   const double image_ratio = ratio(image);
-  const ImageSize* best = nullptr;
-  double smallest = 0;
+  ImageSize bucket = resolutions.front();
+  double smallest = std::fabs(ratio(bucket) - image_ratio);
   for (const ImageSize& size : resolutions) {
     if (size == image) {
-      best = &size;
+      bucket = size;
       break;
     }
     const double error = std::fabs(ratio(size) - image_ratio);
-    if (best == nullptr || error < smallest) {
-      best = &size;
+    if (error < smallest) {
+      bucket = size;
       smallest = error;
     }
   }
-  const ImageSize bucket = *best;
   const double scale = image_ratio > ratio(bucket)
                            ? static_cast<double>(bucket.height) / static_cast<double>(image.height)
                            : static_cast<double>(bucket.width) / static_cast<double>(image.width);

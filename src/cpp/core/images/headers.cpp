@@ -51,6 +51,8 @@ int tiff_orientation(Bytes bytes) {
   return 1;
 }
 
+constexpr const char* kFormatNames[] = {"", "PNG", "JPEG", "WebP", "BMP"};
+
 bool is_frame(uint32_t marker) {
   return marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 && marker != 0xCC;
 }
@@ -168,31 +170,26 @@ Status read_image_header(std::span<const uint8_t> bytes, ImageHeader* out) {
   *out = {};
   const Reader r(bytes);
   out->format = image_format(bytes);
-  const char* name = "";
   switch (out->format) {
     case ImageFormat::kPng: {
       const PngFacts facts = read_png_facts(bytes);
-      name = "PNG";
       out->size = facts.size;
       out->orientation = facts.orientation;
       break;
     }
     case ImageFormat::kJpeg: {
       const JpegFacts facts = read_jpeg_facts(bytes);
-      name = "JPEG";
       out->size = facts.size;
       out->orientation = facts.orientation;
       break;
     }
     case ImageFormat::kWebp: {
       const WebpFacts facts = read_webp_facts(bytes);
-      name = "WebP";
       out->size = facts.size;
       out->orientation = facts.orientation;
       break;
     }
     case ImageFormat::kBmp:
-      name = "BMP";
       if (r.le32(14) == 12) {  // the header of OS/2
         out->size = {r.le16(18), r.le16(20)};
       } else {  // a negative height: rows from top to bottom
@@ -206,7 +203,8 @@ Status read_image_header(std::span<const uint8_t> bytes, ImageHeader* out) {
   if (out->size.width > 0 && out->size.height > 0) return {};
   out->size = {};
   return Status(StatusCode::kMalformedFile,
-                std::string("image: a ") + name + " file of " + std::to_string(bytes.size()) +
+                std::string("image: a ") + kFormatNames[static_cast<int>(out->format)] +
+                    " file of " + std::to_string(bytes.size()) +
                     " bytes that says no size, or zero, expected a size in its header");
 }
 

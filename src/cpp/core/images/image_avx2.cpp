@@ -5,17 +5,14 @@
 #if defined(__AVX2__)
 
 #include <immintrin.h>
-#include <string.h>
 
-#include "cpu/cpu_features.h"
+#include <cstring>
 
 namespace loraaccel {
 namespace image_avx2_body {
 namespace {
 
-const char* unavailable() {
-  return cpu_features_detected().avx2 ? nullptr : "this CPU has no AVX2";
-}
+const char* unavailable() { return nullptr; }
 
 inline uint8_t clip(int32_t sum) {
   const int32_t v = sum >> 22;
@@ -82,7 +79,7 @@ void filter_pixels(const FixedTapsView& taps, int channels, const uint8_t* const
       v = _mm_packs_epi32(v, v);
       v = _mm_packus_epi16(v, v);
       const int bytes = _mm_cvtsi128_si32(v);
-      memcpy(out[y] + x * channels, &bytes, sizeof bytes);
+      std::memcpy(out[y] + x * channels, &bytes, sizeof bytes);
     }
   }
 }
@@ -153,7 +150,7 @@ void filter_rows(const int32_t* weights, int64_t count_taps, const uint8_t* cons
 
 inline __m128i load_pixel(const uint8_t* p) {
   int32_t bytes;
-  memcpy(&bytes, p, sizeof bytes);
+  std::memcpy(&bytes, p, sizeof bytes);
   return _mm_cvtsi32_si128(bytes);
 }
 
@@ -244,12 +241,7 @@ ImageKernel image_kernel_avx2() {
 #else
 
 namespace loraaccel {
-ImageKernel image_kernel_avx2() {
-  return {"avx2",  []() -> const char* { return "not compiled for this processor"; },
-          nullptr, nullptr,
-          nullptr, nullptr,
-          nullptr};
-}
+ImageKernel image_kernel_avx2() { return {}; }
 }  // namespace loraaccel
 
 #endif

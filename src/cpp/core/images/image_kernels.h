@@ -51,7 +51,7 @@ struct ImageKernel {
 // Best first; the last is `ref`, plain loops.
 std::span<const ImageKernel> image_kernels();
 
-// Of the files of that name.
+// Of the files of that name. The caller asks the CPU first; on processors of other kinds the first is empty.
 ImageKernel image_kernel_avx2();
 ImageKernel image_kernel_ref();
 

@@ -1,6 +1,4 @@
 // Pillow's resampling: two passes with 8-bit pixels between them, and premultiplied colours where there is alpha.
-#include <optional>
-
 #include "images/resize_rows.h"
 #include "images/source_rows.h"
 #include "images/taps.h"
@@ -49,9 +47,9 @@ class PillowRows : public RowMaker {
 
   void make(const ImageKernel& kernel, int64_t begin, int64_t end,
             const RowSink& sink) const override {
-    if (!across_) {
+    if (across_.first.empty()) {
       make_down(kernel, begin, end, sink);
-    } else if (!down_) {
+    } else if (down_.first.empty()) {
       make_across(kernel, begin, end, sink);
     } else if (down_first_) {
       make_down_across(kernel, begin, end, sink);
@@ -93,9 +91,9 @@ class PillowRows : public RowMaker {
                    std::vector<const uint8_t*>* in, uint8_t* out) const {
     const auto i = static_cast<size_t>(y);
     in->clear();
-    for (int64_t j = 0; j < down_->count[i]; ++j) in->push_back(row(down_->first[i] + j));
-    kernel.filter_rows(down_->weights.data() + y * down_->stride, down_->count[i], in->data(),
-                       bytes, out);
+    for (int64_t j = 0; j < down_.count[i]; ++j) in->push_back(row(down_.first[i] + j));
+    kernel.filter_rows(down_.weights.data() + y * down_.stride, down_.count[i], in->data(), bytes,
+                       out);
   }
 
   void make_down(const ImageKernel& kernel, int64_t begin, int64_t end, const RowSink& sink) const {
@@ -119,7 +117,7 @@ class PillowRows : public RowMaker {
         in[i] = rows_.row(crop_.y + y + i);
         to[i] = out.at(i);
       }
-      kernel.filter_columns(across_->view(), channels_, in, count, to);
+      kernel.filter_columns(across_.view(), channels_, in, count, to);
       for (int i = 0; i < count; ++i) hand_on(sink, y + i, to[i]);
     }
   }
@@ -140,7 +138,7 @@ class PillowRows : public RowMaker {
         from[i] = between.at(i);
         to[i] = out.at(i);
       }
-      kernel.filter_columns(across_->view(), channels_, from, count, to);
+      kernel.filter_columns(across_.view(), channels_, from, count, to);
       for (int i = 0; i < count; ++i) hand_on(sink, y + i, to[i]);
     }
   }
@@ -148,18 +146,18 @@ class PillowRows : public RowMaker {
   void make_across_down(const ImageKernel& kernel, int64_t begin, int64_t end,
                         const RowSink& sink) const {
     if (begin >= end) return;
-    const int64_t capacity = down_->stride + kRowGroup;
+    const int64_t capacity = down_.stride + kRowGroup;
     Rows ring(capacity, out_bytes());
     Rows out(1, out_bytes());
     std::vector<const uint8_t*> in;
     const auto row = [&](int64_t y) -> const uint8_t* { return ring.at(y % capacity); };
     const auto last = static_cast<size_t>(end - 1);
-    const int64_t needed = down_->first[last] + down_->count[last];
-    int64_t next = down_->first[static_cast<size_t>(begin)];
+    const int64_t needed = down_.first[last] + down_.count[last];
+    int64_t next = down_.first[static_cast<size_t>(begin)];
     for (int64_t y = begin; y < end; ++y) {
       const auto i = static_cast<size_t>(y);
-      next = std::max(next, down_->first[i]);
-      while (next < down_->first[i] + down_->count[i]) {
+      next = std::max(next, down_.first[i]);
+      while (next < down_.first[i] + down_.count[i]) {
         const auto count = static_cast<int>(std::min<int64_t>(kRowGroup, needed - next));
         const uint8_t* from[kRowGroup];
         uint8_t* to[kRowGroup];
@@ -167,7 +165,7 @@ class PillowRows : public RowMaker {
           from[k] = rows_.row(next + k);
           to[k] = ring.at((next + k) % capacity);
         }
-        kernel.filter_columns(across_->view(), channels_, from, count, to);
+        kernel.filter_columns(across_.view(), channels_, from, count, to);
         next += count;
       }
       filter_down(kernel, y, out_bytes(), row, &in, out.at(0));
@@ -180,8 +178,8 @@ class PillowRows : public RowMaker {
   ImageCrop crop_;
   std::vector<uint8_t> premultiplied_;
   SourceRows rows_;
-  std::optional<FixedTaps> across_;
-  std::optional<FixedTaps> down_;
+  FixedTaps across_;  // empty where the width stays
+  FixedTaps down_;    // empty where the height stays
   bool down_first_ = false;
 };
 

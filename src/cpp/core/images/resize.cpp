@@ -136,10 +136,10 @@ Status resize_image(const ExecContext& ctx, const ResizeArgs& args) {
     const bool done = run_all(ctx, bands, [&](int64_t i) {
       rows->make(*kernel, i * height / bands, (i + 1) * height / bands, sink);
     });
-    if (done) return {};
-  } catch (const std::bad_alloc&) {  // the same as in a band
+    return done ? Status() : out_of_memory(kOp);
+  } catch (const std::bad_alloc&) {
+    return out_of_memory(kOp);
   }
-  return out_of_memory(kOp);
 }
 
 Status prepare_images(const ExecContext& ctx, std::span<const PrepareArgs> images) {

@@ -18,6 +18,9 @@ double lanczos(double t) {
 
 double box(double t) { return t > -0.5 && t <= 0.5 ? 1.0 : 0.0; }
 
+// As a C cast for what is not negative; less than zero is raised to zero by the caller.
+int64_t floor_of(double v) { return static_cast<int64_t>(std::floor(v)); }
+
 int16_t to_int16(float v) {
   const long rounded = std::lrint(v);
   return static_cast<int16_t>(std::clamp(rounded, -32768L, 32767L));
@@ -40,8 +43,8 @@ FixedTaps pillow_taps(PillowFilter filter, int64_t source, int64_t target, int64
   std::vector<double> row(static_cast<size_t>(taps.stride));
   for (int64_t i = 0; i < outputs; ++i) {
     const double center = (static_cast<double>(begin + i) + 0.5) * scale;
-    const int64_t first = std::max<int64_t>(0, static_cast<int64_t>(center - support + 0.5));
-    const int64_t last = std::min(source, static_cast<int64_t>(center + support + 0.5));
+    const int64_t first = std::max<int64_t>(0, floor_of(center - support + 0.5));
+    const int64_t last = std::min(source, floor_of(center + support + 0.5));
     const int64_t count = last - first;
     double sum = 0;
     for (int64_t j = 0; j < count; ++j) {
