@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = os.environ.get("LORAACCEL_TORCH", "torch==2.13.0")
 JOBS = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
-LAYERS = ("core", "ops", "torch", "python")  # folders of src/cpp whose sources clang-tidy checks
+LAYERS = ("core", "opencv", "ops", "torch", "python")  # folders of src/cpp whose sources clang-tidy checks
 # The CPUs of qemu that the C++ tests run as, the longest run first, and the kernels that run there. Left out, to save
 # minutes, is what would repeat the same instructions on the same data: `ref`, which has no vector code, and on the
 # Armv8.2 CPUs `portable` and `torch` (that one uses the best kernel's pieces: neon_bf16 as `max`, neon elsewhere).
@@ -99,6 +99,7 @@ def run_as_old_cpu(session: nox.Session, build: Path) -> None:
         ("checkpoint", "*"),
         ("adapters", "*"),
         ("losses", "-*/torch:*/ref"),
+        ("images", "*"),
         ("lora", "Kernel/LoraLinear.*:*Mlp*:*Qkv*:*Errors*:-*/torch:*/ref"),
     ):
         program = str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
@@ -193,14 +194,15 @@ def aarch64(session: nox.Session) -> None:
 
 def run_as_arm_cpu(session: nox.Session, build: Path, cpu: str, report: Path) -> None:
     """Run the C++ tests as that CPU; fail where other kernels ran than are to run there."""
-    core, checkpoint, adapters, losses, lora = (
+    core, checkpoint, adapters, losses, images, lora = (
         str(build / "tests" / "cpp" / f"loraaccel_{area}_tests")
-        for area in ("core", "checkpoint", "adapters", "losses", "lora")
+        for area in ("core", "checkpoint", "adapters", "losses", "images", "lora")
     )
     # In the child of a fork qemu 7.2 ends with an assertion of its own as soon as a thread starts.
     run_under_qemu(session, cpu, core, "--gtest_filter=-*Fork*")
     run_under_qemu(session, cpu, checkpoint)
     run_under_qemu(session, cpu, adapters)
+    run_under_qemu(session, cpu, images)
     # neon_bf16 is never left out: that it cannot run, the tests have to find out.
     left_out = sorted(ARM_CPUS["max"] - ARM_CPUS[cpu] - {"neon_bf16"})
     only = "*" if not left_out else "-" + ":".join(f"*/{kernel}" for kernel in left_out)

@@ -1,6 +1,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cpu/cpu_features.h"
+#include "images/image_kernels.h"
 #include "lora/lora_linear_kernels.h"
 #include "loraaccel/exec_context.h"
 #include "loraaccel/kernels.h"
@@ -39,6 +40,11 @@ std::vector<KernelInfo> list_kernels(bool host_lends_gemm) {
       list.push_back(
           {"lora_linear", kernel.name, why_not == nullptr, why_not == nullptr ? "" : why_not});
     }
+  }
+  for (const ImageKernel& kernel : image_kernels()) {
+    const char* why_not = kernel.unavailable();
+    list.push_back(
+        {"resize_image", kernel.name, why_not == nullptr, why_not == nullptr ? "" : why_not});
   }
   return list;
 }

@@ -6,6 +6,7 @@
 namespace loraaccel::python {
 
 void register_adapters(pybind11::module_& m);
+void register_images(pybind11::module_& m);
 void register_kernels(pybind11::module_& m);
 void register_ceilings(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);

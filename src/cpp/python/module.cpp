@@ -9,6 +9,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Native core of loraaccel, without torch.";
   m.attr("__version__") = LORAACCEL_VERSION;
   loraaccel::python::register_adapters(m);
+  loraaccel::python::register_images(m);
   loraaccel::python::register_kernels(m);
   loraaccel::python::register_ceilings(m);
   loraaccel::python::register_operators(m);
