@@ -148,13 +148,15 @@ def tests(session: nox.Session) -> None:
     args = [absolute(session, arg) for arg in session.posargs]
     everything = not any(arg.startswith(os.sep) for arg in args)
     if everything:
-        args += [str(ROOT / "tests" / "python"), str(ROOT / "tests" / "consumer")]
+        args += ["-n", JOBS, str(ROOT / "tests" / "python"), str(ROOT / "tests" / "consumer")]
     session.chdir(session.create_tmp())  # nothing of the source tree is importable by accident
     pytest = ("pytest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", "-rs")
     session.run(*pytest, *args)
     if everything:  # the way that older torch goes, with this one
         files = [str(ROOT / "tests" / "python" / f"test_{name}.py") for name in OLDER_TORCH_TESTS]
-        session.run(*pytest, "-m", "not registered", *files, env={"LORAACCEL_TORCH_PATH": "pointers"})
+        session.run(
+            *pytest, "-n", JOBS, "-m", "not registered", *files, env={"LORAACCEL_TORCH_PATH": "pointers"}
+        )
 
 
 def absolute(session: nox.Session, arg: str) -> str:
