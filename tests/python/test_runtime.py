@@ -65,6 +65,7 @@ def test_info_says_what_is_there_and_what_ran(kernel_calls: Callable[[], dict[st
         "torch",
         "cpu",
         "threads",
+        "opencv",
         "kernels",
         "kernel_calls",
         "calls",

@@ -52,5 +52,5 @@ function(loraaccel_write_build_info path)
   endif()
   file(WRITE "${path}" "{\n  \"version\": \"${PROJECT_VERSION}\",\n  \"baseline_cpu_flags\": [${_baseline}],\n"
                        "  \"machine\": \"${CMAKE_SYSTEM_PROCESSOR}\",\n  \"torch_headers\": \"${_torch}\",\n"
-                       "  \"torch_minimum\": \"2.10\"\n}\n")
+                       "  \"torch_minimum\": \"2.10\",\n  \"opencv\": \"${LORAACCEL_OPENCV_VERSION}\"\n}\n")
 endfunction()

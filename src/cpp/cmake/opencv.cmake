@@ -1,6 +1,7 @@
 # OpenCV decodes images. LORAACCEL_WITH_OPENCV: AUTO takes it where it is, ON demands it, OFF does without.
 # The result is LORAACCEL_FOUND_OPENCV and the target loraaccel_opencv_libraries.
 set(LORAACCEL_FOUND_OPENCV FALSE)
+set(LORAACCEL_OPENCV_VERSION "")
 set(_packages "Debian and Ubuntu: apt install libopencv-imgcodecs-dev")
 if(NOT LORAACCEL_WITH_OPENCV MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "LORAACCEL_WITH_OPENCV is '${LORAACCEL_WITH_OPENCV}', expected AUTO, ON or OFF.")
@@ -32,6 +33,7 @@ if(NOT LORAACCEL_WITH_OPENCV STREQUAL "OFF")
   endif()
   if(DEFINED _version AND _version VERSION_GREATER_EQUAL 4.5)
     set(LORAACCEL_FOUND_OPENCV TRUE)
+    set(LORAACCEL_OPENCV_VERSION "${_version}")
     message(STATUS "Decoding of images: OpenCV ${_version}")
   elseif(LORAACCEL_WITH_OPENCV STREQUAL "ON")
     message(FATAL_ERROR "LORAACCEL_WITH_OPENCV=ON, and there is no OpenCV 4.5 or newer with core, imgproc and imgcodecs "

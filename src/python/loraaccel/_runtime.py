@@ -130,8 +130,8 @@ def info() -> dict[str, Any]:
 
     version, switch ("on" or "off"); torch: version, path ("operators"; with torch 2.4 to 2.9
     "pointers"; or None), problem (a sentence or None);
-    cpu: features; threads: core, requested; kernels: as kernels(); kernel_calls: operator calls by kernel, backward
-    included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
+    cpu: features; threads: core, requested; opencv: the version that decodes images, of the build, or None; kernels: as
+    kernels(); kernel_calls: operator calls by kernel, backward included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
     began (calls inside torch.compile'd code are not seen by the interpreter and so not counted); packing: policy,
     budget_bytes, and of the packed weights kept by set_packing("always") the bytes now, their number, and how often one
     was used (hits), made (packed), given up (dropped) or did not fit (over_budget);
@@ -153,6 +153,7 @@ def info() -> dict[str, Any]:
         },
         "cpu": {"features": _core.cpu_features()},
         "threads": {"core": _core.num_threads(), "requested": _wanted["threads"]},
+        "opencv": _native.build_info()["opencv"] or None,
         "kernels": kernels(),
         "kernel_calls": _kernel_calls(),
         "packing": _packing.report(),

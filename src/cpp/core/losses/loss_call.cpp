@@ -71,6 +71,16 @@ int64_t count_of(DType dtype, const void* data, int64_t from, int64_t count, dou
   });
 }
 
+double sum_of(DType dtype, const void* data, int64_t from, int64_t count) {
+  return visit_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* p = static_cast<const T*>(data) + from;
+    double sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += to_float(p[i]);
+    return sum;
+  });
+}
+
 // What the mean of each sample divides by.
 double kept_elements(const LossCall& call, int64_t b) {
   const int64_t size = call.x.cols();
@@ -86,10 +96,8 @@ double kept_elements(const LossCall& call, int64_t b) {
     for (int64_t i = 0; i < size; ++i) kept += broadcast_at(m, b, i);
     return kept;
   }
-  for (int64_t i = 0; i < m.period; ++i)
-    kept += read_number(m.dtype, m.data, b * m.sample_stride + i);
   const int64_t times = size / m.period;
-  return kept * static_cast<double>(times);
+  return sum_of(m.dtype, m.data, b * m.sample_stride, m.period) * static_cast<double>(times);
 }
 
 struct SampleScales {

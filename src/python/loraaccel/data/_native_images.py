@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import Any
 
+from loraaccel import _core
+
 
 def opencv(what: str) -> Any:
     """The module ``loraaccel._opencv``; ImportError with one sentence where it is not there or does not load."""
@@ -25,10 +27,10 @@ def opencv(what: str) -> Any:
 
 
 def threads(wanted: int | None) -> int:
-    """For native code: 0 is its default, ``loraaccel.set_num_threads``. In a worker of torch's DataLoader it is 1."""
+    """``wanted``, else what ``loraaccel.set_num_threads`` says; in a worker of torch's DataLoader 1."""
     if wanted is not None:
         if wanted < 1:
             raise ValueError(f"threads is {wanted}, expected None, or 1 or more")
         return wanted
     torch_data = sys.modules.get("torch.utils.data")
-    return 1 if torch_data is not None and torch_data.get_worker_info() is not None else 0
+    return 1 if torch_data is not None and torch_data.get_worker_info() is not None else _core.num_threads()
