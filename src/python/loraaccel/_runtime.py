@@ -131,8 +131,9 @@ def info() -> dict[str, Any]:
     version, switch ("on" or "off"); torch: version, path ("operators"; with torch 2.4 to 2.9
     "pointers"; or None), problem (a sentence or None);
     cpu: features; threads: core, requested; opencv: the version that decodes images, of the build, or None; kernels: as
-    kernels(); kernel_calls: operator calls by kernel, backward included; calls: {"fused": {kind: n}, "fallback": {reason: n}}, the forward calls of LoRA modules since the process
-    began (calls inside torch.compile'd code are not seen by the interpreter and so not counted); packing: policy,
+    kernels(); kernel_calls: operator calls by kernel, backward included; calls: {"fused": {kind: n}, "fallback":
+    {reason: n}}, the forward calls of LoRA modules since the process began (calls inside torch.compile'd code are not
+    seen by the interpreter and so not counted); packing: policy,
     budget_bytes, and of the packed weights kept by set_packing("always") the bytes now, their number, and how often one
     was used (hits), made (packed), given up (dropped) or did not fit (over_budget);
     ungrouped: how often layers of an attention module were found not to go together, by reason ("other_input": one was

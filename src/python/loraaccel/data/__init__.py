@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
 from loraaccel.data._batch import Batch, load_batch, prepare_batch
 from loraaccel.data._buckets import BucketManager, crop_ltrb, make_buckets, select_bucket_batch
 from loraaccel.data._decode import image_size, load_rgb
+from loraaccel.data._npz import latents_path, npz_read, npz_read_batch, npz_write
 from loraaccel.data._resize import resize
 
 __all__ = [
@@ -30,9 +31,13 @@ __all__ = [
     "BucketManager",
     "crop_ltrb",
     "image_size",
+    "latents_path",
     "load_batch",
     "load_rgb",
     "make_buckets",
+    "npz_read",
+    "npz_read_batch",
+    "npz_write",
     "prepare_batch",
     "resize",
     "select_bucket_batch",
