@@ -297,8 +297,10 @@ def test_options_that_are_none() -> None:
         load_rgb(FILES["png RGB"], alpha="black")
     with pytest.raises(ValueError, match="on_error is 'ignore'"):
         load_batch([], (1, 1), [], on_error="ignore")
-    with pytest.raises(OSError, match="no image size"):
+    with pytest.raises(OSError, match="8 bytes: no image size: no image of a kind that Pillow knows"):
         image_size(b"no image")
+    with pytest.raises(OSError, match="8 bytes: cannot be decoded: no image of a kind that Pillow knows"):
+        load_rgb(b"no image")
 
 
 def test_workers_of_a_dataloader() -> None:

@@ -89,6 +89,14 @@ def _pillow() -> Any:
     return Image
 
 
+def _words(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its own text is about a stream in memory
+        return "no image of a kind that Pillow knows"
+    return str(error)
+
+
 def _stream(source: Source) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
@@ -99,7 +107,7 @@ def _pillow_size(source: Source) -> tuple[int, int, int]:
         with image_module.open(_stream(source)) as image:
             return (*image.size, 1 if image.format == "TIFF" else _rotation(image))  # TIFF: as shown already
     except Exception as error:
-        raise OSError(f"{name_of(source)}: no image size: {error}") from error
+        raise OSError(f"{name_of(source)}: no image size: {_words(error)}") from error
 
 
 def _rotation(image: Any) -> int:
@@ -123,7 +131,7 @@ def pillow_pixels(source: Source, alpha: bool, orientation: str, gray16: str) ->
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise whatever a broken file leads them to
-        raise OSError(f"{name_of(source)}: cannot be decoded: {error}") from error
+        raise OSError(f"{name_of(source)}: cannot be decoded: {_words(error)}") from error
     return oriented(pixels, rotation)
 
 
