@@ -2,8 +2,9 @@
 layers, and given back.
 
 A network becomes an instance of a subclass of its class, of the same name, whose methods ask at each call if ours can
-stand for them (kohya_work.py). Copies and pickles of it are the host's networks. The trainer's own method for the mean
-of gradients is hidden by an attribute of the object: its class may be the script's own, which no import shows.
+stand for them (kohya_work.py). Copies and pickles of it are the host's networks. The trainer's own methods for the mean
+of gradients and for the factors of losses are hidden by attributes of the object: its class may be the script's own,
+which no import shows.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from typing import Any
 from torch import nn
 
 from loraaccel import _state
-from loraaccel.integrations import kohya_ggpo, kohya_max_norm, kohya_reduce, kohya_save
+from loraaccel.integrations import (
+    kohya_ggpo,
+    kohya_loss_factors,
+    kohya_max_norm,
+    kohya_reduce,
+    kohya_save,
+)
 from loraaccel.integrations.kohya_work import HostWork, Task
 
+TRAINER_TASKS = (kohya_reduce.TASK, kohya_loss_factors.TASK)
 TASKS = (kohya_max_norm.TASK, kohya_ggpo.GRADS, kohya_ggpo.NORMS, kohya_save.TASK)
 
 _ATTRIBUTE = "_loraaccel_network"  # of a network that was taken over: its HostWork
@@ -38,18 +46,25 @@ def take_over(network: nn.Module, work: HostWork) -> bool:
 
 
 def take_over_trainer(trainer: Any, work: HostWork) -> bool:
-    """The same for the trainer's mean of the gradients."""
-    task = kohya_reduce.TASK
-    if _state.SWITCHED_OFF or task.method in vars(trainer):
+    """The same for the trainer's methods that TRAINER_TASKS names."""
+    cls = type(trainer)
+    tasks = [
+        task for task in TRAINER_TASKS if callable(getattr(cls, task.method, None)) and task.present(cls)
+    ]
+    if _state.SWITCHED_OFF or any(task.method in vars(trainer) for task in tasks):
         return False
+    for task in tasks:
+        setattr(trainer, task.method, _trainer_method(trainer, task, work))
+    work.trainers.append(trainer)
+    return True
 
+
+def _trainer_method(trainer: Any, task: Task, work: HostWork) -> Any:
     @functools.wraps(getattr(type(trainer), task.method))
     def method(*args: Any, **kwargs: Any) -> Any:
         return work.call(task, trainer, type(trainer), args, kwargs)
 
-    setattr(trainer, task.method, method)
-    work.trainers.append(trainer)
-    return True
+    return method
 
 
 def give_back(network: nn.Module) -> bool:
@@ -60,7 +75,9 @@ def give_back(network: nn.Module) -> bool:
     if _BASE in type(network).__dict__:  # (not in a class that somebody derived from it)
         network.__class__ = type(network).__dict__[_BASE]
     while work.trainers:
-        vars(work.trainers.pop()).pop(kohya_reduce.TASK.method, None)
+        trainer = work.trainers.pop()
+        for task in TRAINER_TASKS:
+            vars(trainer).pop(task.method, None)
     return True
 
 

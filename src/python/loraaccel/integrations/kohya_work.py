@@ -49,6 +49,8 @@ class Task(NamedTuple):
     plan: Callable[[Any, tuple[Any, ...]], Plan | str]
     names: tuple[str, ...] = ()  # of its arguments
     repeatable: bool = False  # a run that failed has had no effects: the host's method can still do it
+    # A class with such a method: is there anything for us to do?
+    present: Callable[[Any], bool] = lambda _: True
 
 
 @dataclass
