@@ -148,14 +148,27 @@ def tests(session: nox.Session) -> None:
     args = [absolute(session, arg) for arg in session.posargs]
     everything = not any(arg.startswith(os.sep) for arg in args)
     if everything:
-        args += ["-n", JOBS, str(ROOT / "tests" / "python"), str(ROOT / "tests" / "consumer")]
+        args += [
+            "-n",
+            JOBS,
+            "--dist=worksteal",
+            str(ROOT / "tests" / "python"),
+            str(ROOT / "tests" / "consumer"),
+        ]
     session.chdir(session.create_tmp())  # nothing of the source tree is importable by accident
     pytest = ("pytest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}", "-rs")
     session.run(*pytest, *args)
     if everything:  # the way that older torch goes, with this one
         files = [str(ROOT / "tests" / "python" / f"test_{name}.py") for name in OLDER_TORCH_TESTS]
         session.run(
-            *pytest, "-n", JOBS, "-m", "not registered", *files, env={"LORAACCEL_TORCH_PATH": "pointers"}
+            *pytest,
+            "-n",
+            JOBS,
+            "--dist=worksteal",
+            "-m",
+            "not registered",
+            *files,
+            env={"LORAACCEL_TORCH_PATH": "pointers"},
         )
 
 
