@@ -586,6 +586,15 @@ def opchecks() -> dict[str, tuple[str, tuple[Any, ...]]]:
     table["weight_norms of W"] = ("weight_norms", (leaf(6, 8), [leaf(2, 8)], [leaf(6, 2)], [1.5]))
     table["weight_norms without"] = ("weight_norms", (None, [leaf(2, 8)], [leaf(6, 2)], [1.5]))
     table["pack_weight"] = ("pack_weight", (plain(33, 40), False))
+    # Their gradient is one of the outputs, so none of their operands needs one here.
+    samples = (plain(3, 4, 6, 5), plain(3, 4, 6, 5), plain(3).abs() + 0.1, plain(3), plain(3, 1, 6, 5), None)
+    table["diffusion_loss"] = ("diffusion_loss", (*samples, 2, 1, True, [True, True, True]))
+    logits = (plain(33), plain(33).sigmoid(), plain(33), None, None, 0.0, 0.0, float("nan"))
+    table["bce_with_logits"] = ("bce_with_logits", (*logits, 1, True, [True, True]))
+    snr = (torch.tensor([3, 1]), plain(10).sigmoid())
+    table["snr_scale"] = ("snr_scale", (*snr, 5.0, True, 0.5, True, False))
+    table["huber_threshold"] = ("huber_threshold", (*snr, 0.1))
+    table["area_resize"] = ("area_resize", (plain(3, 1, 9, 7), 3, 2))
     return table
 
 
