@@ -186,6 +186,13 @@ def test_a_batch_tells_of_every_file_that_failed(tmp_path: Path) -> None:
     ) as error:
         data.npz_read_batch(paths, ["latents"])
     assert error.value.failed == [1, 2, 4]
+    paths[0].write_bytes(b"")  # the first says no shapes then
+    with pytest.raises(OSError, match=r"4 of 5 files cannot be read: .*0\.npz") as error:
+        data.npz_read_batch(paths, ["latents"])
+    assert error.value.failed == [0, 1, 2, 4]
+    with pytest.raises(OSError, match="2 of 2 files cannot be read") as error:
+        data.npz_read_batch(paths[:2], ["latents"], {"latents": np.zeros((2, 4, 8, 12))})
+    assert error.value.failed == [0, 1]
 
 
 def test_a_batch_s_memory_must_fit(tmp_path: Path) -> None:

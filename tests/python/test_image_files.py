@@ -174,6 +174,12 @@ def test_vi4_damaged_files_in_a_batch(threads: int, tmp_path: Path) -> None:
         assert torch.equal(batch.pixels[i], torch.zeros_like(good) if i in bad else good)
         if i in bad:
             assert str(paths[i]) in str(batch.failed[i])
+    before = {"out": torch.full((10, 3, 32, 48), 7.0), "masks": torch.full((10, 32, 48), 7.0)}
+    batch = load_batch(*arguments, alpha=True, on_error="skip", threads=threads, **before)
+    assert batch.pixels is before["out"]
+    assert not batch.pixels[bad].any()
+    assert not batch.masks[bad].any()
+    assert (batch.masks[::2] == 1).all()
     with pytest.raises(OSError, match="4 of 10 images cannot be loaded") as error:
         load_batch(*arguments, threads=threads)
     assert error.value.failed == bad

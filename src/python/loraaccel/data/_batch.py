@@ -286,6 +286,10 @@ def load_batch(
             batch.failed[i] = error
             continue
         plan.put(_cubic([image], plan, [i]) if how[0] == CUBIC else [image], [i])
+    for i in batch.failed:  # (`out` may hold the batch before)
+        batch.pixels[i] = 0
+        if batch.masks is not None:
+            batch.masks[i] = 0
     if batch.failed and on_error == "raise":
         listed = "; ".join(str(batch.failed[i]) for i in sorted(batch.failed))
         failure = OSError(f"{len(batch.failed)} of {len(sources)} images cannot be loaded: {listed}")

@@ -106,7 +106,9 @@ def _pillow_size(source: Source) -> tuple[int, int, int]:
     try:
         with image_module.open(_stream(source)) as image:
             return (*image.size, 1 if image.format == "TIFF" else _rotation(image))  # TIFF: as shown already
-    except Exception as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers of headers, as its decoders below
         raise OSError(f"{name_of(source)}: no image size: {_words(error)}") from error
 
 

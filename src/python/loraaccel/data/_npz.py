@@ -6,7 +6,7 @@ whole or not at all, where numpy's own savez() leaves half a file if it is stopp
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,14 +60,11 @@ def npz_write(path: Path, arrays: Mapping[str, Any], *, update: bool = False) ->
     every.update({key: _plain(key, array) for key, array in arrays.items()})
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
-    mask = os.umask(0)
-    os.umask(mask)
-    handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+    file = open(temporary, "xb")  # noqa: SIM115  (closed below; not tempfile's, whose files are private)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             np.savez(file, **every)
-            file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -91,10 +88,9 @@ def npz_read_batch(
     ``failed``, ValueError for an ``out`` that does not fit."""
     if not paths:
         raise ValueError("paths is empty, expected one file or more")
-    with _Reader(paths[0]) as first:
-        shapes = {key: first.array(key) for key in keys}
+    first, arrays = _first(paths, keys)
     result = dict(out) if out is not None else {}
-    for key, array in shapes.items():
+    for key, array in arrays.items():
         shape = (len(paths), *array.shape)
         if out is None:
             result[key] = np.empty(shape, array.dtype)
@@ -104,6 +100,10 @@ def npz_read_batch(
 
     def read(i: int) -> OSError | None:
         try:
+            if i == first:
+                for key, array in arrays.items():
+                    _put(result[key], i, array, f"{os.fspath(paths[i])}: {key}")
+                return None
             with _Reader(paths[i]) as file:
                 for key in keys:
                     _put(result[key], i, file.array(key), f"{os.fspath(paths[i])}: {key}")
@@ -121,6 +121,16 @@ def npz_read_batch(
         failure.failed = sorted(errors)  # type: ignore[attr-defined]
         raise failure
     return result
+
+
+def _first(paths: Sequence[Path], keys: Sequence[str]) -> tuple[int, dict[str, np.ndarray]]:
+    """The first file that can be read, and its arrays; (-1, {}) where there is none: reading each will tell."""
+    for i, path in enumerate(paths):
+        try:
+            return i, npz_read(path, keys)
+        except (OSError, ValueError):
+            continue
+    return -1, {}
 
 
 class _Reader:
