@@ -165,6 +165,12 @@ def test_alpha_pattern_rank_pattern_and_the_rest_are_told_apart(tmp_path):
     assert entry.scale_text == "0.5 = 3 / 6, alpha_pattern q_proj"
 
 
+def test_a_pattern_that_is_not_understood_is_an_error_with_the_file(tmp_path):
+    peft_file(tmp_path / "p", 6, {"r": 6, "lora_alpha": 4, "alpha_pattern": {"q_pro)j": 3}})
+    with pytest.raises(ValueError, match=r"/p.*: alpha_pattern: the pattern q_pro\)j is not understood"):
+        adapters.load(tmp_path / "p")
+
+
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
 def test_an_alpha_that_is_no_number_is_an_error_with_the_layer(alpha):
     with pytest.raises(ValueError, match=r"input_blocks.*(nan|inf)"):

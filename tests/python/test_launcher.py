@@ -9,6 +9,7 @@ import pickle
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,8 @@ def start(
     done = subprocess.run(
         [sys.executable, *map(str, command)], check=False, cwd=cwd, capture_output=True, text=True, timeout=300,
         env={**os.environ, **environment},
+        # (Where the tests run in a shell's background, Ctrl-C is ignored, and children would ignore it too.)
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert code is None or done.returncode == code, done.stderr + done.stdout
     return done

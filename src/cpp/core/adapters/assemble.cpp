@@ -124,7 +124,11 @@ class Assembler {
     if (places_.table != nullptr) LORAACCEL_RETURN_IF_ERROR(set_rows(place, &entry));
     ScaleSource scale;
     const PeftConfig* config = configs_.of(place.name);
-    if (config != nullptr) LORAACCEL_RETURN_IF_ERROR(config_scale(*config, place.path, &scale));
+    if (config != nullptr) {
+      const Status status = config_scale(*config, place.path, &scale);
+      if (!status.ok())
+        return Status(status.code(), source_.name + ": alpha_pattern: " + status.message());
+    }
     LORAACCEL_RETURN_IF_ERROR(scale_entry(source_.name, scale, &entry));
     adapter_.entries.push_back(std::move(entry));
     return Status();
